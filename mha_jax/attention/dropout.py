@@ -1,0 +1,73 @@
+"""Dropout on attention weights, the same in every implementation.
+
+The scores of one head are covered by fixed tiles of TILE x TILE entries, and
+each tile draws its bits from a key of its own. An implementation that works by
+blocks, of whatever size, draws just the tiles it needs and drops the same
+weights as one that holds all of them.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mha_jax.attention.notation import Array, Bool
+
+TILE = 32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Dropout:
+  """Drops each attention weight with probability `rate`, scales the rest.
+
+    weight -> weight / (1 - rate) with probability 1 - rate, else 0
+
+  Args:
+    key: a random key.
+    rate: in [0, 1).
+
+  Raises:
+    ValueError: the rate is outside [0, 1) or not a number.
+  """
+
+  key: Any  # (b, h) inside heads.py, () in one head
+  rate: float = dataclasses.field(metadata={'static': True})
+
+  def __post_init__(self) -> None:
+    check_rate('dropout rate', self.rate)
+
+  def per_head(self, b: int, h: int) -> 'Dropout':
+    """An independent key for each of b batch rows and h heads."""
+    key = jnp.asarray(self.key)
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+      key = jax.random.wrap_key_data(key)
+    return Dropout(jax.random.split(key, (b, h)), self.rate)
+
+  def keep(self, t: int, s: int) -> Bool[Array, 't s']:
+    """True for the weights of one head that stay."""
+    rows, columns = -(-t // TILE), -(-s // TILE)
+
+    def tile(i: Array, j: Array) -> Array:
+      key = jax.random.fold_in(jax.random.fold_in(self.key, i), j)
+      return jax.random.bernoulli(key, 1 - self.rate, (TILE, TILE))
+
+    row = jax.vmap(tile, in_axes=(None, 0))
+    grid = jax.vmap(row, in_axes=(0, None))
+    tiles = grid(jnp.arange(rows), jnp.arange(columns))
+    shape = (rows * TILE, columns * TILE)
+    return jnp.reshape(jnp.swapaxes(tiles, 1, 2), shape)[:t, :s]
+
+  def apply(self, weights: Array) -> Array:
+    """Drops from the weights (t, s) of one head."""
+    if self.rate == 0:
+      return weights
+    kept = self.keep(*weights.shape)
+    return jnp.where(kept, weights / (1 - self.rate), 0)
+
+
+def check_rate(name: str, rate: float) -> None:
+  """Raises a ValueError unless 0 <= rate < 1."""
+  if not 0 <= rate < 1:
+    raise ValueError(f'{name}={rate} must lie in [0, 1); 0 turns dropout off')

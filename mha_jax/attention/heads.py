@@ -1,0 +1,254 @@
+"""Every vmap over heads: who shares what.
+
+`attend` knows one head. Three nested `jax.vmap`s, all over leading axes, make
+it attention of many, and `in_axes` alone tells which heads share a key and a
+value; nothing is repeated in memory.
+
+  vmap over         q  k     v     MHA    GQA     MQA
+  batch rows b      0  0     0
+  kv heads n        0  0     0     n = h  n < h   n = 1
+  group's heads g   0  None  None  g = 1  g = h/n g = h
+
+Masks, biases, positions and dropout keys ride along: an axis of size 1 is
+shared (`None`), any other is mapped (0).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mha_jax.attention import exact, masks
+from mha_jax.attention.dropout import Dropout
+from mha_jax.attention.notation import Array, Shaped
+
+Attend = Callable[..., Any]
+Extras = dict[str, Any]
+"""What belongs to a score and not to q, k or v: leaves lead with (b, n, g)."""
+
+IMPLEMENTATIONS: dict[str, Attend] = {'exact': exact.attend}
+
+
+def multihead_attention(
+  q_BHTK: Any,
+  k_BNSK: Any,
+  v_BNSV: Any,
+  *,
+  mask: Any = None,
+  bias: Any = None,
+  scale: float | Array | None = None,
+  logit_softcap: float | None = None,
+  query_positions: Any = None,
+  key_positions: Any = None,
+  dropout: Dropout | None = None,
+  return_weights: bool = False,
+  implementation: str = 'auto',
+) -> Any:
+  """Attention of h query heads over n key/value heads, heads first.
+
+  Head i attends to key/value head i // (h / n).
+
+  Args:
+    q_BHTK: queries (b, h, t, k).
+    k_BNSK: keys (b, n, s, k); n divides h.
+    v_BNSV: values (b, n, s, v).
+    mask: a `Mask`, or booleans that broadcast to (b, h, t, s); True may attend.
+    bias: added to the scores, broadcasts to (b, h, t, s); -inf may not attend.
+    scale: multiplies q k^T; None: 1 / sqrt(k).
+    logit_softcap: c > 0 bounds the scaled scores as c tanh(x / c), before bias
+      and mask; None: no bound.
+    query_positions: (b, t) or (t,) integers for masks; None: 0 .. t-1.
+    key_positions: (b, s) or (s,) integers for masks; None: 0 .. s-1.
+    dropout: a `Dropout`; every row and head draws its own bits from its key.
+    return_weights: whether to return the weights (b, h, t, s) too, before
+      dropout.
+    implementation: 'auto' or 'exact'.
+
+  Returns:
+    The output (b, h, t, v) in the inputs' common dtype; with return_weights
+    the pair of output and weights. A query that may attend to nothing gets
+    zeros.
+
+  Raises:
+    ValueError: shapes do not fit, the mask is not boolean, or an option is
+      unknown.
+  """
+  q, k, v = (jnp.asarray(x) for x in (q_BHTK, k_BNSK, v_BNSV))
+  b, h, t, n, s = _check_shapes(q, k, v)
+  attend = _pick(implementation)
+  exact.check_softcap(logit_softcap)
+  mask = masks.as_mask(mask)
+  if mask is not None:
+    mask.check((b, h, t, s))
+  extras = {
+    'mask': mask,
+    'bias': _check_bias(bias, (b, h, t, s)),
+    'query_positions': _check_positions(
+      'query_positions', query_positions, b, t
+    ),
+    'key_positions': _check_positions('key_positions', key_positions, b, s),
+    'dropout': None if dropout is None else dropout.per_head(b, h),
+  }
+  extras = jax.tree.map(lambda leaf: _split_heads(leaf, n, h // n), extras)
+
+  def one_head(q: Array, k: Array, v: Array, extras: Extras) -> Any:
+    return attend(
+      q,
+      k,
+      v,
+      scale=scale,
+      logit_softcap=logit_softcap,
+      return_weights=return_weights,
+      **extras,
+    )
+
+  per_group = _share_kv(one_head)
+  per_row = _map_all(per_group)
+  per_batch = _map_all(per_row)
+  grouped_q = jnp.reshape(q, (b, n, h // n, t, q.shape[-1]))
+  out = per_batch(grouped_q, k, v, extras)
+  return jax.tree.map(lambda x: jnp.reshape(x, (b, h, *x.shape[3:])), out)
+
+
+def _map_all(function: Callable[..., Any]) -> Callable[..., Any]:
+  """Maps over batch rows, or over key/value heads: each has its own k and v."""
+
+  def mapped(q: Array, k: Array, v: Array, extras: Extras) -> Any:
+    extras, axes = _peel(extras)
+    return jax.vmap(function, in_axes=(0, 0, 0, axes))(q, k, v, extras)
+
+  return mapped
+
+
+def _share_kv(one_head: Callable[..., Any]) -> Callable[..., Any]:
+  """Maps over the query heads of a group, which share one k and one v.
+
+  Where the heads' masks differ, a key is silenced if no head of the group may
+  attend to it, so that k and v stay shared.
+  """
+
+  def mapped(
+    q: Shaped[Array, 'g t k'],
+    k: Shaped[Array, 's k'],
+    v: Shaped[Array, 's v'],
+    extras: Extras,
+  ) -> Any:
+    extras, axes = _peel(extras)
+    group, t, s = q.shape[0], q.shape[1], k.shape[0]
+    pair_names = ('mask', 'bias', 'query_positions', 'key_positions')
+    pair_axes = {name: axes[name] for name in pair_names}
+    extras['used'] = axes['used'] = None
+    if jax.tree.leaves(pair_axes):
+
+      def allowed(pair: Extras) -> Any:
+        return exact.allowed_pairs(
+          pair['mask'],
+          pair['bias'],
+          masks.Axis(t, pair['query_positions']),
+          masks.Axis(s, pair['key_positions']),
+        )
+
+      pairs = {name: extras[name] for name in pair_names}
+      allowed_GTS = jax.vmap(allowed, in_axes=(pair_axes,), axis_size=group)(
+        pairs
+      )
+      extras['used'] = jnp.any(allowed_GTS, axis=(0, 1))
+    return jax.vmap(one_head, in_axes=(0, None, None, axes))(q, k, v, extras)
+
+  return mapped
+
+
+def _peel(extras: Extras) -> tuple[Extras, Extras]:
+  """Takes off the leading axis of every leaf, where it is of size 1.
+
+  Returns the leaves and their in_axes: None for a shared axis, else 0.
+  """
+  peeled = jax.tree.map(lambda x: x[0] if x.shape[0] == 1 else x, extras)
+  axes = jax.tree.map(lambda x: None if x.shape[0] == 1 else 0, extras)
+  return peeled, axes
+
+
+def _split_heads(leaf: Array, n: int, g: int) -> Array:
+  """(b, h, ...) -> (b, n, g, ...), or (b, 1, ...) -> (b, 1, 1, ...)."""
+  heads = (n, g) if leaf.shape[1] == n * g else (1, 1)
+  return jnp.reshape(leaf, (leaf.shape[0], *heads, *leaf.shape[2:]))
+
+
+def _pick(implementation: str) -> Attend:
+  """The one-head function to map."""
+  if implementation == 'auto':
+    return exact.attend
+  if implementation not in IMPLEMENTATIONS:
+    raise ValueError(
+      f'implementation={implementation!r} is unknown; use one of '
+      f'{["auto", *IMPLEMENTATIONS]}'
+    )
+  return IMPLEMENTATIONS[implementation]
+
+
+def _check_shapes(
+  q: Array, k: Array, v: Array
+) -> tuple[int, int, int, int, int]:
+  """The sizes b, h, t, n, s; a ValueError where the shapes do not fit."""
+  for name, x, letters in (
+    ('q', q, '(b, h, t, k)'),
+    ('k', k, '(b, n, s, k)'),
+    ('v', v, '(b, n, s, v)'),
+  ):
+    if x.ndim != 4:
+      raise ValueError(f'{name} of shape {x.shape} must be {letters}')
+  b, h, t, head_dim = q.shape
+  n, s = k.shape[1], k.shape[2]
+  if v.shape[:3] != (b, n, s) or k.shape[0] != b:
+    raise ValueError(
+      f'k of shape {k.shape} and v of shape {v.shape} must be (b, n, s, ...) '
+      f"with q's b={b}; check batch, heads and length"
+    )
+  if k.shape[3] != head_dim:
+    raise ValueError(
+      f'q has head dimension {head_dim} and k {k.shape[3]}; they must agree'
+    )
+  if n < 1 or h % n:
+    raise ValueError(
+      f'k and v have {n} heads, which must divide the {h} heads of q; heads '
+      'come second: (b, n, s, k)'
+    )
+  return b, h, t, n, s
+
+
+def _check_bias(bias: Any, shape: tuple[int, int, int, int]) -> Array | None:
+  """The bias as a 4-D array that broadcasts to (b, h, t, s)."""
+  if bias is None:
+    return None
+  array = jnp.asarray(bias)
+  if not jnp.issubdtype(array.dtype, jnp.floating):
+    raise ValueError(
+      f'bias has dtype {array.dtype}, but a bias is added to the scores; pass '
+      'booleans as mask=, numbers as floats'
+    )
+  if array.ndim > 4:
+    raise ValueError(f'bias of shape {array.shape} has more than 4 dimensions')
+  array = jnp.reshape(array, (1,) * (4 - array.ndim) + array.shape)
+  masks.check_broadcast('bias', array.shape, shape, 'bhts')
+  return array
+
+
+def _check_positions(
+  name: str, positions: Any, b: int, size: int
+) -> Array | None:
+  """Positions as (b, 1, length), or (1, 1, length)."""
+  if positions is None:
+    return None
+  array = jnp.asarray(positions)
+  if array.ndim not in (1, 2) or not jnp.issubdtype(array.dtype, jnp.integer):
+    raise ValueError(
+      f'{name} must be integers of shape (b, length) or (length,), got '
+      f'{array.dtype} of shape {array.shape}'
+    )
+  array = jnp.reshape(array, (-1, array.shape[-1]))
+  if array.shape[0] not in (1, b) or array.shape[1] != size:
+    raise ValueError(
+      f'{name} of shape {array.shape} must be ({b}, {size}) or ({size},)'
+    )
+  return array[:, None, :]

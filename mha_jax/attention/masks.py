@@ -1,0 +1,244 @@
+"""Masks: which query may attend to which key.
+
+A `Mask` is a small frozen pytree that is evaluated from coordinates, whole or
+by block, and composed with `&` and `|`:
+
+  >>> print(masks.causal().draw(3, 4))
+  ■ · · ·
+  ■ ■ · ·
+  ■ ■ ■ ·
+
+Two kinds of coordinate tell the tokens of an axis apart. A *position* is where
+a token stands in its sequence; `causal` compares positions. An *index* is the
+row or column of the call; `dense` and `lengths` go by it. Without
+`input_positions` the two are the same.
+
+Array leaves lead with (b, h), size 1 where they do not vary. `heads.py` peels
+off one axis per vmap, so that inside a head a dense mask is (t, s).
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mha_jax.attention.notation import Array, Bool, Int
+
+ArrayLike = Any
+"""An array, a NumPy array or a nested list of numbers."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Axis:
+  """The tokens along one axis of the scores.
+
+  Args:
+    size: the number of tokens.
+    positions: their positions; None: 0, 1, 2, ...
+    index: their rows or columns in the call; None: 0, 1, 2, ...
+  """
+
+  size: int = dataclasses.field(metadata={'static': True})
+  positions: Array | None = None  # (size,)
+  index: Array | None = None  # (size,)
+
+  def where(self) -> Int[Array, ' size']:
+    """The position of each token."""
+    return jnp.arange(self.size) if self.positions is None else self.positions
+
+  def which(self) -> Int[Array, ' size']:
+    """The row or column of each token."""
+    return jnp.arange(self.size) if self.index is None else self.index
+
+
+class Mask:
+  """What all masks can do; see `causal`, `lengths` and `dense`."""
+
+  def evaluate(self, queries: Axis, keys: Axis) -> Bool[Array, '#t #s']:
+    """True where a query may attend to a key, for one batch row and head."""
+    raise NotImplementedError
+
+  def check(self, shape: tuple[int, int, int, int]) -> None:
+    """Raises a ValueError unless the mask fits scores (b, h, t, s)."""
+
+  def __and__(self, other: 'Mask') -> 'Mask':
+    return And(self, _operand(other))
+
+  def __or__(self, other: 'Mask') -> 'Mask':
+    return Or(self, _operand(other))
+
+  def draw(self, t: int, s: int, batch: int = 0, head: int = 0) -> str:
+    """The mask of one batch row and head as text: a line per query."""
+
+    def pick(leaf: Array) -> Array:
+      b, h = min(batch, leaf.shape[0] - 1), min(head, leaf.shape[1] - 1)
+      return leaf[b, h]
+
+    single = jax.tree.map(pick, self)
+    allowed = np.broadcast_to(single.evaluate(Axis(t), Axis(s)), (t, s))
+    return '\n'.join(
+      ' '.join('■' if x else '·' for x in row) for row in allowed
+    )
+
+
+def _operand(other: Any) -> Mask:
+  if not isinstance(other, Mask):
+    raise TypeError(
+      f'a Mask combines with a Mask, not with {type(other).__name__}; '
+      'wrap an array in masks.dense(...)'
+    )
+  return other
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class And(Mask):
+  """Both masks allow it."""
+
+  left: Mask
+  right: Mask
+
+  def evaluate(self, queries: Axis, keys: Axis) -> Bool[Array, '#t #s']:
+    return self.left.evaluate(queries, keys) & self.right.evaluate(
+      queries, keys
+    )
+
+  def check(self, shape: tuple[int, int, int, int]) -> None:
+    self.left.check(shape)
+    self.right.check(shape)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Or(Mask):
+  """Either mask allows it."""
+
+  left: Mask
+  right: Mask
+
+  def evaluate(self, queries: Axis, keys: Axis) -> Bool[Array, '#t #s']:
+    return self.left.evaluate(queries, keys) | self.right.evaluate(
+      queries, keys
+    )
+
+  def check(self, shape: tuple[int, int, int, int]) -> None:
+    self.left.check(shape)
+    self.right.check(shape)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Causal(Mask):
+  """A query may attend to keys at its own position and before."""
+
+  def evaluate(self, queries: Axis, keys: Axis) -> Bool[Array, 't s']:
+    return keys.where()[None, :] <= queries.where()[:, None]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Lengths(Mask):
+  """Only the first `lengths` keys of a row may be attended to."""
+
+  lengths: Array  # (b, h), inside a head ()
+
+  def evaluate(self, queries: Axis, keys: Axis) -> Bool[Array, '1 s']:
+    del queries
+    return keys.which()[None, :] < jnp.reshape(self.lengths, (1, 1))
+
+  def check(self, shape: tuple[int, int, int, int]) -> None:
+    check_broadcast('lengths', self.lengths.shape[:1], shape[:1], 'b')
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Dense(Mask):
+  """A boolean array: True may attend."""
+
+  allowed: Array  # (b, h, t, s), inside a head (t, s)
+
+  def evaluate(self, queries: Axis, keys: Axis) -> Bool[Array, '#t #s']:
+    allowed = jnp.reshape(self.allowed, self.allowed.shape[-2:])
+    if queries.index is not None and allowed.shape[0] > 1:
+      allowed = allowed[queries.index]
+    if keys.index is not None and allowed.shape[1] > 1:
+      allowed = allowed[:, keys.index]
+    return allowed
+
+  def check(self, shape: tuple[int, int, int, int]) -> None:
+    check_broadcast('mask', self.allowed.shape, shape, 'bhts')
+
+
+def check_broadcast(
+  name: str, got: tuple[int, ...], wanted: tuple[int, ...], letters: str
+) -> None:
+  """Raises unless every dimension is 1 or as wanted."""
+  if len(got) != len(wanted) or any(
+    g not in (1, w) for g, w in zip(got, wanted, strict=True)
+  ):
+    raise ValueError(
+      f'{name} of shape {got} does not broadcast to ({", ".join(letters)}) = '
+      f'{wanted}; give each dimension its size or 1'
+    )
+
+
+def causal() -> Mask:
+  """A query may attend to keys at its own position and before."""
+  return Causal()
+
+
+def lengths(lengths: ArrayLike) -> Mask:
+  """Only the first `lengths[b]` keys of batch row b may be attended to.
+
+  Args:
+    lengths: (b,) integers, tokens.
+  """
+  array = jnp.asarray(lengths)
+  if array.ndim != 1 or not jnp.issubdtype(array.dtype, jnp.integer):
+    raise ValueError(
+      f'lengths must be integers of shape (b,), got {array.dtype} of shape '
+      f'{array.shape}; pass the number of valid keys of each batch row'
+    )
+  return Lengths(array[:, None])
+
+
+def dense(allowed: ArrayLike) -> Mask:
+  """True where a query may attend to a key.
+
+  Args:
+    allowed: booleans that broadcast to (b, h, t, s).
+
+  Raises:
+    ValueError: not boolean, or more than four dimensions.
+  """
+  array = jnp.asarray(allowed)
+  if array.dtype != jnp.bool_:
+    raise ValueError(
+      f'mask has dtype {array.dtype}, but a mask is boolean, True may attend; '
+      'pass additive values as bias=, or compare: mask != 0'
+    )
+  if not 2 <= array.ndim <= 4:
+    raise ValueError(
+      f'mask of shape {array.shape} must have 2 to 4 dimensions that broadcast '
+      'to (b, h, t, s)'
+    )
+  return Dense(jnp.reshape(array, (1,) * (4 - array.ndim) + array.shape))
+
+
+def as_mask(mask: Mask | ArrayLike | None) -> Mask | None:
+  """A Mask from what users pass as `mask=`: a Mask, a boolean array or None."""
+  return mask if mask is None or isinstance(mask, Mask) else dense(mask)
+
+
+def from_numbers(mask: Mask | ArrayLike | None) -> Mask | ArrayLike | None:
+  """A boolean array from Flax's mask helpers' 0/1 numbers.
+
+  Nonzero may attend. Masks, booleans and None come back as they are.
+  """
+  if mask is None or isinstance(mask, Mask):
+    return mask
+  array = jnp.asarray(mask)
+  return array if array.dtype == jnp.bool_ else array != 0

@@ -1,0 +1,299 @@
+"""Projections and norms: the rows of a variant's table.
+
+An einsum string says all there is to say of a projection:
+`'btd,dhk->bhtk'` has a kernel (d, h, k), contracts d (so the fan-in is d),
+adds a bias (h, k), and splits into heads on the way out. A `Norm` is the
+other kind of row. Both own nothing: they describe parameters and apply them.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mha_jax.attention.notation import LETTERS, LOGICAL_AXES, Array
+
+Params = Mapping[str, Any]
+Initializer = jax.nn.initializers.Initializer
+Sizes = Mapping[str, int] | tuple[tuple[str, int], ...]
+
+INITIALIZERS: Mapping[str, Initializer] = {
+  'kernel': jax.nn.initializers.lecun_normal(),  # std = 1 / sqrt(fan-in)
+  'bias': jax.nn.initializers.zeros,
+  'scale': jax.nn.initializers.ones,
+}
+"""The default initialiser of a parameter, by its name."""
+
+
+def compute_dtype(dtype: Any, *arrays: Array) -> Any:
+  """The dtype to compute in: `dtype`, or the arrays' common inexact one."""
+  if dtype is None:
+    dtype = jnp.result_type(*arrays)
+  if not jnp.issubdtype(dtype, jnp.inexact):
+    dtype = jnp.promote_types(jnp.float32, dtype)
+  return dtype
+
+
+class Row:
+  """What the rows of a table share: named parameters with known shapes."""
+
+  @property
+  def shapes(self) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter, by name."""
+    raise NotImplementedError
+
+  @property
+  def init_shapes(self) -> dict[str, tuple[int, ...]]:
+    """The shape that the initialiser of each parameter sees."""
+    return self.shapes
+
+  @property
+  def logical_axes(self) -> dict[str, tuple[str, ...]]:
+    """The logical axis name of every dimension of every parameter."""
+    raise NotImplementedError
+
+  def apply(self, params: Params, x: Array, dtype: Any = None) -> Array:
+    raise NotImplementedError
+
+  @property
+  def num_params(self) -> int:
+    return sum(math.prod(shape) for shape in self.shapes.values())
+
+  def init(
+    self,
+    key: Array,
+    initializers: Mapping[str, Initializer] = INITIALIZERS,
+    dtype: Any = jnp.float32,
+  ) -> dict[str, Array]:
+    """Draws the parameters.
+
+    Args:
+      key: a random key.
+      initializers: by parameter name; see `INITIALIZERS`.
+      dtype: of the parameters.
+    """
+    keys = jax.random.split(key, len(self.shapes))
+    return {
+      name: jnp.reshape(
+        initializers[name](key, self.init_shapes[name], dtype), shape
+      )
+      for key, (name, shape) in zip(keys, self.shapes.items(), strict=True)
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Projection(Row):
+  """A linear map with a kernel and an optional bias, told by an einsum string.
+
+    y = einsum(spec, x, kernel) + bias
+
+  >>> query = Projection('btd,dhk->bhtk', {'d': 64, 'h': 8, 'k': 8})
+  >>> query.kernel_shape, query.bias_shape, query.num_params
+  ((64, 8, 8), (8, 8), 4160)
+
+  Args:
+    spec: `input,kernel->output` in the letters of `notation`. The kernel's
+      contracted letters come first.
+    sizes: the size of every letter of the kernel; more letters may be given.
+    use_bias: whether a bias over the kernel's output letters is added.
+
+  Raises:
+    ValueError: the string or the sizes do not describe a projection.
+  """
+
+  spec: str
+  sizes: Sizes
+  use_bias: bool = True
+
+  def __post_init__(self) -> None:
+    sizes = dict(self.sizes)
+    letters = set(self.spec) - set(',->')
+    if unknown := sorted(letters - set(LETTERS)):
+      raise ValueError(
+        f'spec={self.spec!r} uses {unknown}; the letters are {"".join(LETTERS)}'
+      )
+    if self.spec.count(',') != 1 or self.spec.count('->') != 1:
+      raise ValueError(
+        f'spec={self.spec!r} must read input,kernel->output, '
+        "for instance 'btd,dhk->bhtk'"
+      )
+    kernel = self.kernel_letters
+    if missing := [letter for letter in kernel if letter not in sizes]:
+      raise ValueError(f'sizes={sizes} lacks {missing} of spec={self.spec!r}')
+    if bad := {x: sizes[x] for x in kernel if sizes[x] < 1}:
+      raise ValueError(f'sizes={bad} must be at least 1 (spec={self.spec!r})')
+    if not self.contracted or not kernel.startswith(self.contracted):
+      raise ValueError(
+        f'spec={self.spec!r}: the letters that the kernel shares with the '
+        f'input alone must lead the kernel; write it {self.contracted!r} first'
+      )
+    # Only the kernel's sizes are kept, as a tuple, so that equal projections
+    # are equal and hashable.
+    kept = tuple((letter, int(sizes[letter])) for letter in kernel)
+    object.__setattr__(self, 'sizes', kept)
+
+  @functools.cached_property
+  def letters(self) -> tuple[str, str, str]:
+    """The letters of input, kernel and output."""
+    inputs, output = self.spec.split('->')
+    x, kernel = inputs.split(',')
+    return x, kernel, output
+
+  @property
+  def kernel_letters(self) -> str:
+    return self.letters[1]
+
+  @property
+  def contracted(self) -> str:
+    """The letters that are summed over, in the kernel's order."""
+    x, kernel, output = self.letters
+    return ''.join(c for c in kernel if c in x and c not in output)
+
+  @property
+  def bias_letters(self) -> str:
+    return self.kernel_letters[len(self.contracted) :]
+
+  def _shape(self, letters: str) -> tuple[int, ...]:
+    sizes = dict(self.sizes)
+    return tuple(sizes[letter] for letter in letters)
+
+  @property
+  def kernel_shape(self) -> tuple[int, ...]:
+    return self._shape(self.kernel_letters)
+
+  @property
+  def bias_shape(self) -> tuple[int, ...]:
+    return self._shape(self.bias_letters)
+
+  @property
+  def fan_in(self) -> int:
+    return math.prod(self._shape(self.contracted))
+
+  @property
+  def shapes(self) -> dict[str, tuple[int, ...]]:
+    shapes = {'kernel': self.kernel_shape}
+    return shapes | ({'bias': self.bias_shape} if self.use_bias else {})
+
+  @property
+  def init_shapes(self) -> dict[str, tuple[int, ...]]:
+    """What an initialiser sees: (fan-in, fan-out) for a kernel, as in Flax.
+
+    A 2-D initialiser then finds the fan-in where it expects it, also for a
+    kernel of three dimensions.
+    """
+    fan_out = math.prod(self.bias_shape)
+    shapes = {'kernel': (self.fan_in, fan_out), 'bias': (fan_out,)}
+    return {name: shapes[name] for name in self.shapes}
+
+  @property
+  def logical_axes(self) -> dict[str, tuple[str, ...]]:
+    letters = {'kernel': self.kernel_letters, 'bias': self.bias_letters}
+    return {
+      name: tuple(LOGICAL_AXES[letter] for letter in letters[name])
+      for name in self.shapes
+    }
+
+  def apply(self, params: Params, x: Array, dtype: Any = None) -> Array:
+    """Projects x.
+
+    Args:
+      params: `{'kernel': ..., 'bias': ...}`.
+      x: an array of the input's letters.
+      dtype: the dtype to compute in; None: the common dtype of all.
+
+    Returns:
+      An array of the output's letters.
+
+    Raises:
+      ValueError: the input's shape does not fit the kernel's.
+    """
+    input_letters, _, output_letters = self.letters
+    sizes = dict(self.sizes)
+    wanted = tuple(sizes.get(letter) for letter in input_letters)
+    if len(wanted) != x.ndim or any(
+      a not in (None, b) for a, b in zip(wanted, x.shape, strict=True)
+    ):
+      raise ValueError(
+        f'input of shape {x.shape} does not fit {self.spec!r} with sizes '
+        f'{sizes}; pass an array {tuple(input_letters)}'
+      )
+    kernel, bias = params['kernel'], params.get('bias')
+    arrays = (x, kernel) if bias is None else (x, kernel, bias)
+    dtype = compute_dtype(dtype, *arrays)
+    y = jnp.einsum(self.spec, x.astype(dtype), kernel.astype(dtype))
+    if bias is None:
+      return y
+    order = [c for c in output_letters if c in self.bias_letters]
+    bias = jnp.einsum(f'{self.bias_letters}->{"".join(order)}', bias)
+    spread = [sizes[c] if c in order else 1 for c in output_letters]
+    return y + jnp.reshape(bias.astype(dtype), spread)
+
+
+@dataclasses.dataclass(frozen=True)
+class Norm(Row):
+  """Normalises the last axis and scales it by a learned vector.
+
+    layer: (x - mean x) / sqrt(var x + epsilon) * scale, without a bias
+    rms:   x / sqrt(mean x^2 + epsilon) * scale
+
+  Statistics are taken in float32 at least.
+
+  Source: Ba et al. 2016 (layer), Zhang and Sennrich 2019 (rms).
+  """
+
+  kind: str
+  size: int
+  epsilon: float = 1e-6
+
+  KINDS = ('layer', 'rms')
+
+  def __post_init__(self) -> None:
+    if self.kind not in self.KINDS:
+      raise ValueError(f'kind={self.kind!r} must be one of {self.KINDS}')
+
+  @property
+  def shapes(self) -> dict[str, tuple[int, ...]]:
+    return {'scale': (self.size,)}
+
+  @property
+  def logical_axes(self) -> dict[str, tuple[str, ...]]:
+    return {'scale': ('norm',)}
+
+  def apply(self, params: Params, x: Array, dtype: Any = None) -> Array:
+    """Normalises x (..., size); returns the same shape in `dtype`."""
+    scale = params['scale']
+    dtype = compute_dtype(dtype, x, scale)
+    wide = jnp.promote_types(dtype, jnp.float32)
+    x = x.astype(wide)
+    if self.kind == 'layer':
+      x = x - jnp.mean(x, axis=-1, keepdims=True)
+    power = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    scale = jnp.reshape(scale.astype(wide), (1,) * (x.ndim - 1) + (self.size,))
+    return (x * (jax.lax.rsqrt(power + self.epsilon) * scale)).astype(dtype)
+
+
+Table = Mapping[str, Row]
+"""A variant: the name of each parameter group and the row it is."""
+
+
+def init_table(
+  table: Table,
+  key: Array,
+  initializers: Mapping[str, Initializer] = INITIALIZERS,
+  dtype: Any = jnp.float32,
+) -> dict[str, dict[str, Array]]:
+  """Draws the parameters of every row: `{name: {parameter: array}}`."""
+  keys = jax.random.split(key, len(table))
+  return {
+    name: row.init(key, initializers, dtype)
+    for key, (name, row) in zip(keys, table.items(), strict=True)
+  }
+
+
+def num_params(table: Table) -> int:
+  """The number of parameters of a variant."""
+  return sum(row.num_params for row in table.values())

@@ -1,0 +1,114 @@
+"""Rotary position embedding: queries and keys turned by their positions.
+
+A pair of features (x_i, y_i) at position p becomes
+
+  (x_i cos(p w_i) - y_i sin(p w_i), x_i sin(p w_i) + y_i cos(p w_i)),
+  w_i = theta^(-2 i / k),   i = 0 .. k/2 - 1,
+
+so a score depends on the difference of two positions only. Two layouts of
+the pairs are in use: 'half' pairs feature i with i + k/2 (GPT-NeoX, Llama in
+Hugging Face's form), 'interleaved' pairs 2 i with 2 i + 1 (the paper, GPT-J).
+They are the same up to a permutation of the weights, `layout_permutation`.
+
+Source: Su et al. 2021, RoFormer, section 3.4.2.
+"""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import numpy as np
+
+from mha_jax.attention.notation import Array
+
+LAYOUTS = ('half', 'interleaved')
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+  """Rotates the last axis of queries and keys.
+
+  Args:
+    theta: the base of the wavelengths.
+    layout: which features form a pair, 'half' or 'interleaved'.
+  """
+
+  theta: float = 10_000.0
+  layout: str = 'half'
+
+  def __post_init__(self) -> None:
+    _check_layout('layout', self.layout)
+    if not (math.isfinite(self.theta) and self.theta > 0):
+      raise ValueError(
+        f'theta={self.theta} must be positive and finite; usual: 10000'
+      )
+
+  def rotate(self, x: Array, positions: Array) -> Array:
+    """Turns x (..., t, k) by positions that broadcast to (..., t).
+
+    Angles and products are taken in float32 at least; the result has x's
+    dtype.
+
+    Raises:
+      ValueError: k is odd, or positions have another rank.
+    """
+    check_rotary_dim('head_dim', x.shape[-1])
+    if positions.ndim != x.ndim - 1:
+      raise ValueError(
+        f'positions of shape {positions.shape} must have one dimension less '
+        f'than x of shape {x.shape}'
+      )
+    half = x.shape[-1] // 2
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    frequencies = self.theta ** (-np.arange(half) / half)
+    angles = positions.astype(wide)[..., None] * jnp.reshape(
+      jnp.asarray(frequencies, wide), (1,) * (x.ndim - 1) + (half,)
+    )
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if self.layout == 'half':
+      a, b = x[..., :half].astype(wide), x[..., half:].astype(wide)
+      parts = (a * cos - b * sin, a * sin + b * cos)
+      return jnp.concatenate(parts, axis=-1).astype(x.dtype)
+    a, b = x[..., 0::2].astype(wide), x[..., 1::2].astype(wide)
+    parts = (a * cos - b * sin, a * sin + b * cos)
+    return jnp.reshape(jnp.stack(parts, axis=-1), x.shape).astype(x.dtype)
+
+
+def check_rotary_dim(name: str, size: int) -> None:
+  """Raises a ValueError for an odd number of rotary features."""
+  if size % 2:
+    raise ValueError(
+      f'{name}={size} must be even for RoPE; nearest: {size - 1}, {size + 1}'
+    )
+
+
+def layout_permutation(head_dim: int, source: str, target: str) -> np.ndarray:
+  """The feature order that carries weights from one layout to the other.
+
+    kernel_target = kernel_source[..., layout_permutation(k, source, target)]
+
+  applied to the query's and the key's kernel (and bias, and norm scale) alike,
+  leaves every score as it was.
+
+  Args:
+    head_dim: k, the number of features that rotate, even.
+    source: the layout that the weights have, 'half' or 'interleaved'.
+    target: the layout wanted.
+
+  Returns:
+    (k,) indices.
+  """
+  check_rotary_dim('head_dim', head_dim)
+  _check_layout('source', source)
+  _check_layout('target', target)
+  features = np.arange(head_dim)
+  if source == target:
+    return features
+  if source == 'interleaved':
+    return features.reshape(-1, 2).T.reshape(-1)
+  return features.reshape(2, -1).T.reshape(-1)
+
+
+def _check_layout(name: str, layout: str) -> None:
+  if layout not in LAYOUTS:
+    raise ValueError(f'{name}={layout!r} must be one of {LAYOUTS}')
