@@ -1,0 +1,1 @@
+"""Configurations: a ConfigDict per experiment."""

@@ -1,0 +1,1 @@
+"""Experiments: one question per script."""

@@ -1,0 +1,146 @@
+"""What every experiment's command line does alike.
+
+`run(parse, main)` reads the flags, lets `parse` turn them into settings, and
+hands those to `main`. Bad input, wherever parsing meets it, is one line on
+standard error and exit code 2. `--help` shows the script, its own flags and
+the fields of its config.
+"""
+
+import difflib
+import importlib.util
+import pathlib
+import re
+import signal
+import sys
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
+
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+Settings = TypeVar('Settings')
+
+USER_ERRORS = (flags.Error, ImportError, OSError, TypeError, ValueError)
+HELP = ('--help', '-help', '-h', '-?')
+
+
+def run(
+  parse: Callable[[], Settings],
+  main: Callable[[Settings], int],
+  default_config: str,
+) -> NoReturn:
+  """Runs an experiment and exits with what main returns.
+
+  Args:
+    parse: reads `flags.FLAGS` and returns the settings; an error of its is
+      the user's to mend.
+    main: does the work.
+    default_config: the config file, where the user names none.
+  """
+  arguments = [a for a in sys.argv if a not in HELP]
+  wants_help = len(arguments) < len(sys.argv)
+  try:
+    source, arguments = _take_config(arguments, default_config)
+    _define_flags(source, load_config(source), arguments)
+    rest = flags.FLAGS(arguments)
+    if len(rest) > 1:
+      raise ValueError(f'unknown argument {rest[1]!r}; flags start with --')
+    if wants_help:
+      print(_help(source))
+      sys.exit(0)
+    settings = parse()
+  except USER_ERRORS as error:
+    print(f'error: {" ".join(str(error).split())}', file=sys.stderr)
+    sys.exit(2)
+  sys.exit(main(settings))
+
+
+def load_config(source: str) -> ConfigDict:
+  """The config that FILE[:variants] describes.
+
+  Raises:
+    ValueError: no such file, or it does not give a config.
+  """
+  name, colon, variants = source.partition(':')
+  path = pathlib.Path(name)
+  if not path.is_file():
+    raise ValueError(
+      f'--config={source}: no file {name!r}; name a Python file with '
+      'get_config, for instance configs/copy_task.py'
+    )
+  spec = importlib.util.spec_from_file_location('config_file', path)
+  if spec is None or spec.loader is None:
+    raise ValueError(f'--config={source}: {name!r} is no Python file')
+  module = importlib.util.module_from_spec(spec)
+  try:
+    spec.loader.exec_module(module)
+    return module.get_config(*([variants] if colon else []))
+  except Exception as error:  # the file may hold any code
+    kind = '' if isinstance(error, ValueError) else f'{type(error).__name__}: '
+    raise ValueError(f'--config={source}: {kind}{error}') from error
+
+
+def exit_code(stopped_by: signal.Signals) -> int:
+  """0 after a clean stop on SIGTERM, 130 after Ctrl-C, as in a shell."""
+  return 0 if stopped_by == signal.SIGTERM else 128 + stopped_by
+
+
+def _take_config(arguments: list[str], default: str) -> tuple[str, list[str]]:
+  """Takes --config FILE out of the arguments."""
+  source, rest, i = default, [], 0
+  while i < len(arguments):
+    name, equals, value = arguments[i].partition('=')
+    if name in ('--config', '-config'):
+      if not equals:
+        i += 1
+        value = ''.join(arguments[i : i + 1])
+      source = value
+    else:
+      rest.append(arguments[i])
+    i += 1
+  return source, rest
+
+
+def _define_flags(
+  source: str, config: ConfigDict, arguments: list[str]
+) -> None:
+  """The flags that all experiments have: --config.FIELD and --workdir."""
+  known = [line.partition('=')[0] for line in _fields(config)]
+  for argument in arguments:
+    override = re.match(r'--?(?:no)?config\.([^=]*)', argument)
+    if override and override[1] not in known:
+      close = difflib.get_close_matches(override[1], known, n=1)
+      hint = f'did you mean {close[0]}?' if close else '--help lists the fields'
+      raise ValueError(
+        f'--config.{override[1]}: {source} has no such field; {hint}'
+      )
+  config_flags.DEFINE_config_dict('config', config, sys_argv=arguments)
+  flags.DEFINE_string(
+    'workdir', None, 'folder for records and figures (default runs/<name>)'
+  )
+
+
+def _help(source: str) -> str:
+  """The script's docstring, its flags, and the fields of its config."""
+  script = sys.modules['__main__']
+  parts = [(script.__doc__ or '').strip(), '', 'Flags:']
+  parts += [f'  --config={source}', '      FILE[:variants] with get_config']
+  by_module = flags.FLAGS.flags_by_module_dict()
+  for module in (sys.argv[0], script.__name__, __name__):
+    for flag in by_module.get(module, []):
+      if flag.name.partition('.')[0] != 'config':
+        default = '' if flag.default is None else f'={flag.default_as_str}'
+        parts += [f'  --{flag.name}{default}', f'      {flag.help}']
+  parts += ['', 'Fields of the config (--config.FIELD=VALUE):']
+  parts += [f'  {line}' for line in _fields(flags.FLAGS.config)]
+  return '\n'.join(parts)
+
+
+def _fields(config: ConfigDict, prefix: str = '') -> list[str]:
+  lines = []
+  for name, value in config.items():
+    if isinstance(value, ConfigDict):
+      lines += _fields(value, f'{prefix}{name}.')
+    else:
+      lines.append(f'{prefix}{name}={value}')
+  return lines

@@ -1,0 +1,239 @@
+"""A small decoder-only language model built from the Linen shells.
+
+  x = embed(tokens) [+ learned positions]
+  x = x + attention(norm(x))       num_layers times,
+  x = x + mlp(norm(x))             the MLP only where mlp_dim > 0
+  logits = norm(x) W_out
+
+A model of one layer without an MLP is a normal setting.
+"""
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+import mha_jax.linen as mha
+from mha_jax.attention import GroupedConfig, Rope, masks
+from mha_jax.attention.dropout import check_rate
+from mha_jax.attention.grouped import check_positive
+
+POSITIONS = ('learned', 'rope', 'none')
+DTYPES = ('float32', 'bfloat16', 'float16', 'float64')
+ATTENTION = {
+  'mha': mha.MultiHeadAttention,
+  'gqa': mha.GroupedQueryAttention,
+  'mqa': mha.MultiQueryAttention,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+  """The shape of a decoder.
+
+  Args:
+    vocab_size: m, the number of tokens.
+    max_len: the longest sequence; only learned positions need it.
+    d_model: width of the residual stream.
+    num_layers: number of blocks.
+    attention: 'mha', 'gqa' or 'mqa'.
+    num_heads: query heads.
+    num_kv_heads: key/value heads, for 'gqa'.
+    head_dim: features of a head; None: d_model / num_heads.
+    mlp_dim: hidden width f of the MLP; 0: no MLP.
+    positions: 'learned', 'rope' or 'none'.
+    rope_theta: base of RoPE's wavelengths.
+    dropout_rate: of the attention weights.
+    use_bias: whether attention and MLP add biases.
+    normalize_qk: 'layer' or 'rms', norm of queries and keys; None: none.
+    logit_softcap: bound on the attention scores; None: none.
+    dtype: the dtype to compute in; parameters are float32.
+
+  Raises:
+    ValueError: sizes do not fit, or an option is unknown.
+  """
+
+  vocab_size: int
+  max_len: int
+  d_model: int = 64
+  num_layers: int = 1
+  attention: str = 'mha'
+  num_heads: int = 4
+  num_kv_heads: int | None = None
+  head_dim: int | None = None
+  mlp_dim: int = 0
+  positions: str = 'learned'
+  rope_theta: float = 10_000.0
+  dropout_rate: float = 0.0
+  use_bias: bool = False
+  normalize_qk: str | None = None
+  logit_softcap: float | None = None
+  dtype: str = 'float32'
+
+  def __post_init__(self) -> None:
+    for name in ('vocab_size', 'max_len', 'd_model', 'num_layers', 'num_heads'):
+      check_positive(name, getattr(self, name))
+    if self.mlp_dim < 0:
+      raise ValueError(f'mlp_dim={self.mlp_dim} must be 0 (no MLP) or positive')
+    if self.positions not in POSITIONS:
+      raise ValueError(f'positions={self.positions!r} must be in {POSITIONS}')
+    if self.dtype not in DTYPES:
+      raise ValueError(f'dtype={self.dtype!r} must be in {DTYPES}')
+    if self.attention not in ATTENTION:
+      raise ValueError(
+        f'attention={self.attention!r} must be in {tuple(ATTENTION)}'
+      )
+    if self.attention == 'gqa' and self.num_kv_heads is None:
+      raise ValueError(
+        "num_kv_heads=None: attention='gqa' needs a divisor of num_heads="
+        f'{self.num_heads}'
+      )
+    if self.attention != 'gqa' and self.num_kv_heads is not None:
+      raise ValueError(
+        f"num_kv_heads={self.num_kv_heads} is for attention='gqa', not "
+        f'{self.attention!r}; leave it None'
+      )
+    check_rate('dropout_rate', self.dropout_rate)
+    self.attention_config  # noqa: B018  checks the sizes
+
+  @property
+  def rope(self) -> Rope | None:
+    return Rope(self.rope_theta) if self.positions == 'rope' else None
+
+  @property
+  def attention_config(self) -> GroupedConfig:
+    """The shape of one block's attention."""
+    kv_heads = {'mha': self.num_heads, 'gqa': self.num_kv_heads, 'mqa': 1}
+    return GroupedConfig(
+      d_model=self.d_model,
+      num_heads=self.num_heads,
+      num_kv_heads=kv_heads[self.attention],
+      head_dim=self.head_dim,
+      use_bias=self.use_bias,
+      normalize_qk=self.normalize_qk or False,
+      rope=self.rope,
+      logit_softcap=self.logit_softcap,
+    )
+
+
+class Block(nn.Module):
+  """Pre-norm attention and, where mlp_dim > 0, a pre-norm MLP."""
+
+  config: DecoderConfig
+
+  @nn.compact
+  def __call__(
+    self,
+    x: jax.Array,
+    mask: masks.Mask,
+    deterministic: bool,
+    input_positions: jax.Array | None,
+    head_gates: jax.Array | None,
+    sow_weights: bool,
+  ) -> jax.Array:
+    config = self.config
+    attention = ATTENTION[config.attention](
+      num_heads=config.num_heads,
+      num_kv_heads=config.num_kv_heads,
+      head_dim=config.head_dim,
+      dropout_rate=config.dropout_rate,
+      use_bias=config.use_bias,
+      normalize_qk=config.normalize_qk or False,
+      rope=config.rope,
+      logit_softcap=config.logit_softcap,
+      dtype=config.dtype,
+      name='attention',
+    )
+    x = x + attention(
+      nn.RMSNorm(dtype=config.dtype, name='attention_norm')(x),
+      mask=mask,
+      deterministic=deterministic,
+      input_positions=input_positions,
+      head_gates=head_gates,
+      sow_weights=sow_weights,
+    )
+    if config.mlp_dim == 0:
+      return x
+    y = nn.RMSNorm(dtype=config.dtype, name='mlp_norm')(x)
+    y = nn.Dense(
+      config.mlp_dim, config.use_bias, dtype=config.dtype, name='mlp_in'
+    )(y)
+    y = nn.Dense(
+      config.d_model, config.use_bias, dtype=config.dtype, name='mlp_out'
+    )(nn.gelu(y))
+    return x + y
+
+
+class DecoderLM(nn.Module):
+  """A decoder-only language model.
+
+  Attributes:
+    config: its shape.
+  """
+
+  config: DecoderConfig
+
+  @nn.compact
+  def __call__(
+    self,
+    tokens: Any,
+    *,
+    mask: Any = None,
+    deterministic: bool = True,
+    input_positions: Any = None,
+    head_gates: Any = None,
+    sow_weights: bool = False,
+  ) -> jax.Array:
+    """Predicts the next token at every position.
+
+    Args:
+      tokens: (b, t) integers below vocab_size.
+      mask: a `Mask` or booleans that broadcast to (b, h, t, t), joined with the
+        causal mask.
+      deterministic: whether dropout is off; on, it draws from 'dropout'.
+      input_positions: (b, t) or (t,) integers; None: 0 .. t-1.
+      head_gates: (num_layers, h) factors of each head's output.
+      sow_weights: whether the attention weights go to 'intermediates'.
+
+    Returns:
+      Logits (b, t, m) in float32.
+
+    Raises:
+      ValueError: tokens are no integers (b, t), or longer than max_len.
+    """
+    config = self.config
+    tokens = jnp.asarray(tokens)
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+      raise ValueError(
+        f'tokens must be integers of shape (b, t), got {tokens.dtype} of shape '
+        f'{tokens.shape}'
+      )
+    t = tokens.shape[1]
+    x = nn.Embed(
+      config.vocab_size, config.d_model, dtype=config.dtype, name='embed'
+    )(tokens)
+    if config.positions == 'learned':
+      if t > config.max_len:
+        raise ValueError(
+          f'tokens of length {t} exceed max_len={config.max_len} learned '
+          "positions; raise max_len or use positions='rope'"
+        )
+      positions = jnp.arange(t) if input_positions is None else input_positions
+      rows = jnp.reshape(jnp.asarray(positions), (-1, t))
+      x = x + nn.Embed(
+        config.max_len, config.d_model, dtype=config.dtype, name='positions'
+      )(rows)
+    extra = masks.as_mask(masks.from_numbers(mask))
+    allowed = masks.causal() if extra is None else masks.causal() & extra
+    for layer in range(config.num_layers):
+      gates = None if head_gates is None else jnp.asarray(head_gates)[layer]
+      x = Block(config, name=f'block_{layer}')(
+        x, allowed, deterministic, input_positions, gates, sow_weights
+      )
+    x = nn.RMSNorm(dtype=config.dtype, name='norm')(x)
+    logits = nn.Dense(
+      config.vocab_size, use_bias=False, dtype=config.dtype, name='output'
+    )(x)
+    return logits.astype(jnp.float32)

@@ -1,0 +1,31 @@
+"""What a task is to training: a vocabulary, a length and batches."""
+
+import dataclasses
+from typing import Protocol
+
+import jax
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Batch:
+  """Sequences to predict: targets are the inputs' next tokens."""
+
+  inputs: jax.Array  # (b, t) int32
+  targets: jax.Array  # (b, t) int32
+  weights: jax.Array  # (b, t) float32, 1 where the target counts, else 0
+
+
+class Task(Protocol):
+  """A source of batches."""
+
+  @property
+  def vocab_size(self) -> int:
+    """The number of tokens m."""
+
+  @property
+  def max_len(self) -> int:
+    """The length t of a batch's inputs."""
+
+  def sample(self, key: jax.Array, batch_size: int) -> Batch:
+    """Draws a batch; the same key gives the same batch."""

@@ -1,0 +1,1 @@
+"""Training: state and step, checkpoints, records."""

@@ -1,0 +1,229 @@
+"""Training as pure functions of frozen configs, a key and a state.
+
+`advance` runs many optimiser steps in one dispatch (`lax.scan`). The batch and
+the dropout of step i depend on the run's key and on i alone, so a run that
+stops and goes on gives the very numbers of one that never stopped; and the
+functions vmap over keys and states, which makes seeds an axis.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mha_jax.attention.grouped import check_positive
+from mha_jax.decoder import DecoderConfig, DecoderLM
+from mha_jax.tasks import Batch, Task
+
+Metrics = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+  """AdamW with linear warm-up, cosine decay and clipping by global norm.
+
+  Args:
+    learning_rate: the peak.
+    warmup_steps: steps of linear warm-up from 0.
+    final_fraction: the last learning rate as a fraction of the peak.
+    b1: decay of the first moment.
+    b2: decay of the second moment.
+    weight_decay: decoupled, times the learning rate.
+    clip_norm: bound on the gradient's global norm.
+  """
+
+  learning_rate: float = 3e-3
+  warmup_steps: int = 20
+  final_fraction: float = 0.1
+  b1: float = 0.9
+  b2: float = 0.98
+  weight_decay: float = 0.01
+  clip_norm: float = 1.0
+
+  def __post_init__(self) -> None:
+    for name in ('learning_rate', 'clip_norm'):
+      value = getattr(self, name)
+      if not (math.isfinite(value) and value > 0):
+        raise ValueError(f'{name}={value} must be positive and finite')
+    for name in ('b1', 'b2', 'final_fraction'):
+      value = getattr(self, name)
+      if not 0 <= value <= 1 or (name != 'final_fraction' and value == 1):
+        raise ValueError(f'{name}={value} must lie in [0, 1)')
+    for name in ('warmup_steps', 'weight_decay'):
+      value = getattr(self, name)
+      if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f'{name}={value} must be 0 or positive')
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+  """How long and on how much.
+
+  Args:
+    seed: of parameters, batches and dropout.
+    steps: optimiser steps.
+    batch_size: sequences a step.
+    steps_per_dispatch: steps in one compiled call; a line of metrics each.
+    eval_batches: fixed batches that each evaluation averages over.
+    checkpoint_every: steps between checkpoints, rounded up to dispatches.
+  """
+
+  seed: int = 0
+  steps: int = 400
+  batch_size: int = 32
+  steps_per_dispatch: int = 20
+  eval_batches: int = 4
+  checkpoint_every: int = 100
+
+  def __post_init__(self) -> None:
+    for field in dataclasses.fields(self):
+      if field.name != 'seed':
+        check_positive(field.name, getattr(self, field.name))
+    if not 0 <= self.seed < 2**32:
+      raise ValueError(f'seed={self.seed} must lie in [0, 2^32)')
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+  """All that a run depends on."""
+
+  model: DecoderConfig
+  task: Task
+  optimizer: OptimizerConfig
+  train: TrainConfig
+
+  def __post_init__(self) -> None:
+    if self.optimizer.warmup_steps >= self.train.steps:
+      raise ValueError(
+        f'optimizer.warmup_steps={self.optimizer.warmup_steps} must be below '
+        f'train.steps={self.train.steps}'
+      )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+  """What changes from step to step."""
+
+  step: jax.Array  # () int32, steps taken
+  params: Any
+  opt_state: Any
+
+
+def make_schedule(experiment: Experiment) -> optax.Schedule:
+  """The learning rate by step."""
+  config = experiment.optimizer
+  return optax.warmup_cosine_decay_schedule(
+    init_value=0.0,
+    peak_value=config.learning_rate,
+    warmup_steps=config.warmup_steps,
+    decay_steps=experiment.train.steps,
+    end_value=config.learning_rate * config.final_fraction,
+  )
+
+
+def make_optimizer(experiment: Experiment) -> optax.GradientTransformation:
+  config = experiment.optimizer
+  return optax.chain(
+    optax.clip_by_global_norm(config.clip_norm),
+    optax.adamw(
+      make_schedule(experiment),
+      b1=config.b1,
+      b2=config.b2,
+      weight_decay=config.weight_decay,
+    ),
+  )
+
+
+def init(experiment: Experiment, key: jax.Array) -> TrainState:
+  """The state before the first step."""
+  tokens = jnp.zeros((1, experiment.task.max_len), jnp.int32)
+  params = DecoderLM(experiment.model).init(_stream(key, 'init'), tokens)
+  opt_state = make_optimizer(experiment).init(params['params'])
+  return TrainState(jnp.zeros((), jnp.int32), params['params'], opt_state)
+
+
+def loss_and_accuracy(
+  experiment: Experiment,
+  params: Any,
+  batch: Batch,
+  dropout_key: jax.Array | None = None,
+) -> tuple[jax.Array, Metrics]:
+  """Mean cross-entropy (nats) and accuracy over the targets that count.
+
+  Args:
+    experiment: the model's config is in it.
+    params: of `DecoderLM`.
+    batch: what to predict.
+    dropout_key: turns dropout on; None: off.
+
+  Returns:
+    The loss, and `{'loss', 'accuracy'}`.
+  """
+  logits: Any = DecoderLM(experiment.model).apply(
+    {'params': params},
+    batch.inputs,
+    deterministic=dropout_key is None,
+    rngs=None if dropout_key is None else {'dropout': dropout_key},
+  )
+  losses = optax.softmax_cross_entropy_with_integer_labels(
+    logits, batch.targets
+  )
+  hits = jnp.argmax(logits, axis=-1) == batch.targets
+  total = jnp.sum(batch.weights)
+  loss = jnp.sum(losses * batch.weights) / total
+  accuracy = jnp.sum(hits * batch.weights) / total
+  return loss, {'loss': loss, 'accuracy': accuracy}
+
+
+def train_step(
+  experiment: Experiment, key: jax.Array, state: TrainState
+) -> tuple[TrainState, Metrics]:
+  """One optimiser step on the batch of this step."""
+  batch_key = jax.random.fold_in(_stream(key, 'batch'), state.step)
+  dropout_key = jax.random.fold_in(_stream(key, 'dropout'), state.step)
+  batch = experiment.task.sample(batch_key, experiment.train.batch_size)
+  grad_fn = jax.grad(
+    functools.partial(loss_and_accuracy, experiment), has_aux=True
+  )
+  grads, metrics = grad_fn(state.params, batch, dropout_key)
+  updates, opt_state = make_optimizer(experiment).update(
+    grads, state.opt_state, state.params
+  )
+  params = optax.apply_updates(state.params, updates)
+  metrics['grad_norm'] = optax.tree.norm(grads)
+  metrics['learning_rate'] = jnp.asarray(make_schedule(experiment)(state.step))
+  return TrainState(state.step + 1, params, opt_state), metrics
+
+
+def advance(
+  experiment: Experiment, num_steps: int, key: jax.Array, state: TrainState
+) -> tuple[TrainState, Metrics]:
+  """num_steps optimiser steps; metrics lead with the step, (num_steps,)."""
+
+  def step(state: TrainState, _: None) -> tuple[TrainState, Metrics]:
+    return train_step(experiment, key, state)
+
+  return jax.lax.scan(step, state, length=num_steps)
+
+
+def evaluate(experiment: Experiment, key: jax.Array, params: Any) -> Metrics:
+  """Loss and accuracy on the run's fixed evaluation batches."""
+
+  def one(index: jax.Array) -> Metrics:
+    batch_key = jax.random.fold_in(_stream(key, 'eval'), index)
+    batch = experiment.task.sample(batch_key, experiment.train.batch_size)
+    return loss_and_accuracy(experiment, params, batch)[1]
+
+  metrics = jax.lax.map(one, jnp.arange(experiment.train.eval_batches))
+  return {f'eval_{name}': jnp.mean(x) for name, x in metrics.items()}
+
+
+def _stream(key: jax.Array, name: str) -> jax.Array:
+  """An independent key for each use of randomness."""
+  streams = ('init', 'batch', 'dropout', 'eval')
+  return jax.random.fold_in(key, streams.index(name))
