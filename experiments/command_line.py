@@ -80,6 +80,24 @@ def load_config(source: str) -> ConfigDict:
     raise ValueError(f'--config={source}: {kind}{error}') from error
 
 
+def positive_ints(name: str, values: list[str]) -> list[int]:
+  """A list flag's values as positive integers.
+
+  Raises:
+    ValueError: a value is something else, or there is none.
+  """
+  try:
+    numbers = [int(value) for value in values]
+  except ValueError:
+    numbers = []
+  if not numbers or min(numbers) < 1:
+    raise ValueError(
+      f'--{name}={",".join(values)} must be positive integers with commas '
+      f'between, for instance --{name}=1,2,4'
+    )
+  return numbers
+
+
 def exit_code(stopped_by: signal.Signals) -> int:
   """0 after a clean stop on SIGTERM, 130 after Ctrl-C, as in a shell."""
   return 0 if stopped_by == signal.SIGTERM else 128 + stopped_by

@@ -1,0 +1,139 @@
+"""What a sweep over head counts shows, in numbers and words."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.table import Table
+
+Summary = dict[str, Any]
+
+
+def summarise(row: dict[str, Any], threshold: float) -> Summary:
+  """One line of the table: medians and ranges over seeds.
+
+  Args:
+    row: a finished point, see `sweep_heads.train_seeds`.
+    threshold: the loss that steps are counted to.
+  """
+  steps = [steps_to(losses, threshold) for losses in row['loss']]
+  return {
+    'n_heads': row['n_heads'],
+    'head_dim': row['head_dim'],
+    'params': row['params'],
+    'seeds': len(row['seeds']),
+    **_spread('final_loss', row['final_loss']),
+    **_spread('final_accuracy', row['final_accuracy']),
+    **_spread('steps_to_threshold', steps),
+    'steps_per_s': row['steps_per_s'],
+  }
+
+
+def steps_to(losses: Sequence[float], threshold: float) -> float:
+  """Steps until the batch loss is below the threshold; inf: never."""
+  below = np.flatnonzero(np.asarray(losses) < threshold)
+  return float(below[0] + 1) if below.size else math.inf
+
+
+def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
+  """Median, least and greatest; of an even number the upper median.
+
+  The upper one, since the mean of a number and infinity says nothing.
+  """
+  ordered = sorted(values)
+  return {
+    f'{name}_median': ordered[len(ordered) // 2],
+    f'{name}_min': ordered[0],
+    f'{name}_max': ordered[-1],
+  }
+
+
+def table(
+  summaries: Sequence[Summary],
+  failed: Sequence[dict[str, Any]],
+  threshold: float,
+) -> Table:
+  """The summaries as a table: the median, and below it the range over seeds."""
+  columns = (
+    'n_heads',
+    'head_dim',
+    'params',
+    'final loss',
+    'accuracy',
+    f'steps to\nloss < {threshold:g}',
+    'steps/s',
+  )
+  result = Table(
+    box=box.SIMPLE, padding=(0, 1, 0, 0), caption='median and range over seeds'
+  )
+  for name in columns:
+    result.add_column(name, justify='right', no_wrap=True)
+  for s in summaries:
+    speed = s['steps_per_s']
+    result.add_row(
+      str(s['n_heads']),
+      str(s['head_dim']),
+      f'{s["params"]:,}',
+      _range(s, 'final_loss', '.4f', '\n'),
+      _range(s, 'final_accuracy', '.2f', '\n'),
+      _range(s, 'steps_to_threshold', '.0f', '\n'),
+      '-' if speed is None else f'{speed:.1f}',
+    )
+  for row in failed:
+    cells = [str(row['n_heads']), str(row['head_dim'])]
+    result.add_row(*cells, *['failed'] * (len(columns) - len(cells)))
+  return result
+
+
+def verdict(summaries: Sequence[Summary], threshold: float) -> str:
+  """One sentence: do more heads help, plateau or hurt, in speed and in the end?
+
+  Compares the fewest heads with the most. Ranges over seeds that overlap are a
+  plateau, and so are final losses that all lie below the threshold.
+  """
+  if len(summaries) < 2:
+    return 'One head count alone shows no trend; pass more to --n_heads.'
+  steps, loss = 'steps_to_threshold', 'final_loss'
+  if all(s[f'{loss}_max'] < threshold for s in summaries):
+    end = 'plateau'
+  else:
+    end = _effect(summaries, loss)
+  ends = f'{end} in the end (final loss {_ends(summaries, loss, ".4f")})'
+  if all(math.isinf(s[f'{steps}_min']) for s in summaries):
+    return (
+      f'More heads {ends}; no head count reaches loss < {threshold:g}, so '
+      'nothing is said of speed.'
+    )
+  return (
+    f'More heads {_effect(summaries, steps)} in speed (steps to loss < '
+    f'{threshold:g}: {_ends(summaries, steps, ".0f")}) and {ends}.'
+  )
+
+
+def _effect(summaries: Sequence[Summary], name: str) -> str:
+  """What more heads do to a number that is better small."""
+  few, many = summaries[0], summaries[-1]
+  if few[f'{name}_max'] < many[f'{name}_min']:
+    return 'hurt'
+  return 'help' if few[f'{name}_min'] > many[f'{name}_max'] else 'plateau'
+
+
+def _ends(summaries: Sequence[Summary], name: str, form: str) -> str:
+  """A number at the fewest heads and at the most."""
+  parts = [
+    f'{_range(s, name, form)} with {s["n_heads"]} '
+    f'head{"" if s["n_heads"] == 1 else "s"}'
+    for s in (summaries[0], summaries[-1])
+  ]
+  return ', '.join(parts)
+
+
+def _range(summary: Summary, name: str, form: str, gap: str = ' ') -> str:
+  """Median (least-greatest)."""
+  median, low, high = (
+    'never' if math.isinf(x) else format(x, form)
+    for x in (summary[f'{name}_{part}'] for part in ('median', 'min', 'max'))
+  )
+  return median if low == high else f'{median}{gap}({low}-{high})'

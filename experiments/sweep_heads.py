@@ -1,0 +1,221 @@
+"""Exercise 1: do more heads help, plateau or hurt?
+
+  python -m experiments.sweep_heads
+  python -m experiments.sweep_heads --n_heads=1,2,4,8,16 --seeds=3
+  python -m experiments.sweep_heads --config=configs/copy_task.py:tiny
+
+The width d_model stays fixed, so h heads have d_model / h features each and
+the parameters stay the same. All seeds of a head count train at once, mapped
+by `jax.vmap` in one compiled program. Prints a table and writes results.jsonl,
+results.csv and sweep_heads.png into the workdir.
+
+A head count with its seeds is a point. A finished point is not trained again;
+a failed one is recorded, does not end the sweep, and is tried again next time.
+Ctrl-C and SIGTERM stop; the same command goes on with what is missing.
+"""
+
+import csv
+import dataclasses
+import functools
+import hashlib
+import io
+import json
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+from ml_collections import ConfigDict
+from rich.console import Console
+
+from experiments import command_line, figures, reports, settings
+from mha_jax.training import record, train
+from mha_jax.training.progress import ProgressBar
+from mha_jax.training.run import StopRequest, stop_on_signal
+
+N_HEADS = flags.DEFINE_list(
+  'n_heads', ['1', '2', '4', '8', '16'], 'head counts, divisors of d_model'
+)
+SEEDS = flags.DEFINE_integer(
+  'seeds', 3, 'seeds a head count, from train.seed on', lower_bound=1
+)
+THRESHOLD = flags.DEFINE_float(
+  'threshold', 0.05, 'the loss (nats) that speed is measured to'
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+  """One head count with all its seeds."""
+
+  experiment: train.Experiment
+  seeds: tuple[int, ...]
+
+  @property
+  def key(self) -> str:
+    """A hash of all that the point's numbers depend on."""
+    text = json.dumps(record.as_json(self), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  points: tuple[Point, ...]
+  threshold: float
+  workdir: pathlib.Path
+
+
+def parse() -> Settings:
+  config = flags.FLAGS.config
+  heads = command_line.positive_ints('n_heads', N_HEADS.value)
+  if not THRESHOLD.value > 0:
+    raise ValueError(f'--threshold={THRESHOLD.value} must be positive')
+  seeds = tuple(range(config.train.seed, config.train.seed + SEEDS.value))
+  points = tuple(
+    Point(settings.experiment_from(_with_heads(config, h)), seeds)
+    for h in sorted(set(heads))
+  )
+  name = config.name.replace('copy_task', 'sweep_heads')
+  workdir = settings.workdir_from(flags.FLAGS.workdir, name)
+  return Settings(points, THRESHOLD.value, workdir)
+
+
+def _with_heads(config: ConfigDict, num_heads: int) -> ConfigDict:
+  config = config.copy_and_resolve_references()
+  config.model.num_heads = num_heads
+  return config
+
+
+def main(chosen: Settings) -> int:
+  path = chosen.workdir / 'results.jsonl'
+  chosen.workdir.mkdir(parents=True, exist_ok=True)
+  record.write_json(chosen.workdir / 'env.json', record.environment())
+  done = {row['key']: row for row in record.read_jsonl(path)}
+  with stop_on_signal() as request:
+    for point in chosen.points:
+      if done.get(point.key, {}).get('status') == 'finished':
+        continue
+      row = measure(point, request)
+      if request.signal is not None:
+        print(
+          f'{request.signal.name}: stopped; finished head counts are kept in '
+          f'{path}, and the same command goes on'
+        )
+        return command_line.exit_code(request.signal)
+      done[point.key] = row
+      text = ''.join(json.dumps(x) + '\n' for x in done.values())
+      record.write_text(path, text)
+  rows = [done[point.key] for point in chosen.points]
+  report(rows, chosen)
+  return 0 if all(row['status'] == 'finished' for row in rows) else 1
+
+
+def measure(point: Point, request: StopRequest) -> dict[str, Any]:
+  """Trains a point; a failure comes back as a row that says so."""
+  head = {
+    'key': point.key,
+    'n_heads': point.experiment.model.num_heads,
+    'head_dim': point.experiment.model.attention_config.sizes['k'],
+    'seeds': list(point.seeds),
+  }
+  try:
+    return head | {'status': 'finished'} | train_seeds(point, request)
+  except Exception as error:  # whatever it is, the other points go on
+    first = str(error).strip().splitlines()[:1]
+    text = f'{type(error).__name__}: {"".join(first)}'
+    return head | {'status': 'failed', 'error': text}
+
+
+def train_seeds(point: Point, request: StopRequest) -> dict[str, Any]:
+  """Trains all seeds in one program; numbers lead with the seed.
+
+  Returns:
+    params (count), steps_per_s (all seeds together take such a step),
+    final_loss and final_accuracy (seeds,) on the evaluation batches, loss and
+    accuracy (seeds, steps) of the training batches. Empty where a stop was
+    requested.
+
+  Raises:
+    FloatingPointError: a loss is not finite.
+  """
+  experiment, config = point.experiment, point.experiment.train
+  keys = jax.vmap(jax.random.key)(jnp.asarray(point.seeds))
+  init = functools.partial(train.init, experiment)
+  state = jax.jit(jax.vmap(init))(keys)
+  history: list[Any] = []
+  step = 0
+  with ProgressBar(
+    f'{experiment.model.num_heads:>2} heads', config.steps
+  ) as bar:
+    while step < config.steps:
+      num_steps = min(config.steps_per_dispatch, config.steps - step)
+      state, metrics = _advance(experiment, num_steps, keys, state)
+      history.append(jax.device_get(metrics))
+      step += num_steps
+      latest = {name: history[-1][name] for name in ('loss', 'accuracy')}
+      if not np.all(np.isfinite(latest['loss'])):
+        raise FloatingPointError(f'the loss is not finite before step {step}')
+      bar.update(step, {k: float(np.median(x)) for k, x in latest.items()})
+      if request.signal is not None:
+        return {}
+  evaluate = functools.partial(train.evaluate, experiment)
+  final = jax.jit(jax.vmap(evaluate))(keys, state.params)
+  curves = {
+    name: np.concatenate([chunk[name] for chunk in history], axis=1)
+    for name in ('loss', 'accuracy')
+  }
+  sizes = [leaf.size for leaf in jax.tree.leaves(state.params)]
+  return {
+    'params': sum(sizes) // len(point.seeds),
+    'steps_per_s': bar.steps_per_second,
+    'final_loss': _plain(final['eval_loss']),
+    'final_accuracy': _plain(final['eval_accuracy']),
+    'loss': _plain(curves['loss']),
+    'accuracy': _plain(curves['accuracy']),
+  }
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def _advance(
+  experiment: train.Experiment,
+  num_steps: int,
+  keys: jax.Array,
+  state: train.TrainState,
+) -> tuple[train.TrainState, train.Metrics]:
+  """`train.advance` of every seed."""
+  advance = functools.partial(train.advance, experiment, num_steps)
+  return jax.vmap(advance)(keys, state)
+
+
+def _plain(array: Any) -> Any:
+  """Nested lists with 6 significant digits."""
+  return np.vectorize(lambda x: float(f'{x:.6g}'))(np.asarray(array)).tolist()
+
+
+def report(rows: list[dict[str, Any]], chosen: Settings) -> None:
+  """Prints the table and the sentence; writes CSV and figure."""
+  finished = [row for row in rows if row['status'] == 'finished']
+  summaries = [reports.summarise(row, chosen.threshold) for row in finished]
+  console = Console()
+  failed = [row for row in rows if row['status'] == 'failed']
+  console.print(reports.table(summaries, failed, chosen.threshold))
+  for row in failed:
+    print(f'n_heads={row["n_heads"]} failed: {row["error"]}')
+  if not finished:
+    return
+  buffer = io.StringIO()
+  writer = csv.DictWriter(buffer, list(summaries[0]), lineterminator='\n')
+  writer.writeheader()
+  writer.writerows(summaries)
+  record.write_text(chosen.workdir / 'results.csv', buffer.getvalue())
+  figure = chosen.workdir / 'sweep_heads.png'
+  task = chosen.points[0].experiment.task
+  figures.sweep_heads(finished, summaries, chosen.threshold, task, figure)
+  print(reports.verdict(summaries, chosen.threshold))
+  print(f'recorded in {chosen.workdir}, figure {figure}')
+
+
+if __name__ == '__main__':
+  command_line.run(parse, main, default_config='configs/copy_task.py')
