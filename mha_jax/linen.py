@@ -139,9 +139,6 @@ class GroupedQueryAttention(nn.Module):
     Raises:
       ValueError: inputs or options do not fit.
     """
-    inputs_q, inputs_k, inputs_v = (
-      x if x is None else jnp.asarray(x) for x in (inputs_q, inputs_k, inputs_v)
-    )
     config = self._config(inputs_q, inputs_k, inputs_v)
     initializers = {**INITIALIZERS, 'kernel': self.kernel_init}
     initializers['bias'] = self.bias_init
@@ -180,7 +177,7 @@ class GroupedQueryAttention(nn.Module):
 
   def _config(self, q: Any, k: Any, v: Any) -> GroupedConfig:
     """The shape of this attention, with widths read from the inputs."""
-    d_model = q.shape[-1]
+    d_model = jnp.shape(q)[-1]
     qkv_features, head_dim = self.qkv_features, self.head_dim
     if qkv_features is not None and head_dim is None:
       check_positive('num_heads', self.num_heads)
@@ -199,8 +196,8 @@ class GroupedQueryAttention(nn.Module):
       num_kv_heads=self._kv_heads(),
       head_dim=head_dim,
       v_head_dim=self.v_head_dim,
-      key_features=k.shape[-1],
-      value_features=v.shape[-1],
+      key_features=jnp.shape(k)[-1],
+      value_features=jnp.shape(v)[-1],
       out_features=self.out_features or d_model,
       use_bias=self.use_bias,
       normalize_qk=self.normalize_qk,

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from mha_jax.attention import masks
 from mha_jax.attention.dropout import Dropout
-from mha_jax.attention.notation import Array, Bool, Float, Int, Shaped
+from mha_jax.attention.notation import Array, Bool, Float, Shaped
 from mha_jax.attention.projections import compute_dtype
 
 
@@ -67,11 +67,14 @@ def attend(
   check_softcap(logit_softcap)
   dtype = compute_dtype(None, q, k, v)
   scale = q.shape[-1] ** -0.5 if scale is None else scale
+  t, s = q.shape[0], k.shape[0]
+  query_positions = masks.as_positions('query_positions', query_positions, (t,))
+  key_positions = masks.as_positions('key_positions', key_positions, (s,))
   allowed = allowed_pairs(
     masks.as_mask(mask),
     None if bias is None else jnp.asarray(bias),
-    masks.Axis(q.shape[0], _integers('query_positions', query_positions)),
-    masks.Axis(k.shape[0], _integers('key_positions', key_positions)),
+    masks.Axis(t, query_positions),
+    masks.Axis(s, key_positions),
   )
   if allowed is not None:
     used = jnp.any(allowed, axis=0) if used is None else used
@@ -138,19 +141,6 @@ def _two_dims(shape: tuple[int, ...]) -> tuple[int, int]:
   """The last two dimensions of a shape; those before are 1."""
   t, s = ((1, 1, *shape))[-2:]
   return t, s
-
-
-def _integers(name: str, positions: Any) -> Int[Array, '...'] | None:
-  """Positions as an integer array, checked."""
-  if positions is None:
-    return None
-  positions = jnp.asarray(positions)
-  if not jnp.issubdtype(positions.dtype, jnp.integer):
-    raise ValueError(
-      f'{name} has dtype {positions.dtype}, but positions are integers; '
-      'cast with .astype(int)'
-    )
-  return positions
 
 
 def _check_shapes(q: Array, k: Array, v: Array) -> None:

@@ -271,18 +271,10 @@ def _positions(
   name: str, positions: Any, batch: tuple[int, ...], size: int
 ) -> Array | None:
   """Positions (..., length) or (length,) as (b, length) or (1, length)."""
-  if positions is None:
-    return None
-  array = jnp.asarray(positions)
-  wanted = (*batch, size)
-  if not jnp.issubdtype(array.dtype, jnp.integer) or (
-    array.shape not in ((size,), (1, size), wanted)
-  ):
-    raise ValueError(
-      f'{name} must be integers of shape {wanted} or {(size,)}, got '
-      f'{array.dtype} of shape {array.shape}'
-    )
-  return jnp.reshape(array, (-1, size))
+  array = masks.as_positions(
+    name, positions, (*batch, size), (1, size), (size,)
+  )
+  return None if array is None else jnp.reshape(array, (-1, size))
 
 
 def _rotate(rope: Rope, x: Array, positions: Array | None) -> Array:

@@ -84,10 +84,8 @@ def multihead_attention(
   extras = {
     'mask': mask,
     'bias': _check_bias(bias, (b, h, t, s)),
-    'query_positions': _check_positions(
-      'query_positions', query_positions, b, t
-    ),
-    'key_positions': _check_positions('key_positions', key_positions, b, s),
+    'query_positions': _per_row('query_positions', query_positions, b, t),
+    'key_positions': _per_row('key_positions', key_positions, b, s),
     'dropout': None if dropout is None else dropout.per_head(b, h),
   }
   extras = jax.tree.map(lambda leaf: _split_heads(leaf, n, h // n), extras)
@@ -234,21 +232,7 @@ def _check_bias(bias: Any, shape: tuple[int, int, int, int]) -> Array | None:
   return array
 
 
-def _check_positions(
-  name: str, positions: Any, b: int, size: int
-) -> Array | None:
-  """Positions as (b, 1, length), or (1, 1, length)."""
-  if positions is None:
-    return None
-  array = jnp.asarray(positions)
-  if array.ndim not in (1, 2) or not jnp.issubdtype(array.dtype, jnp.integer):
-    raise ValueError(
-      f'{name} must be integers of shape (b, length) or (length,), got '
-      f'{array.dtype} of shape {array.shape}'
-    )
-  array = jnp.reshape(array, (-1, array.shape[-1]))
-  if array.shape[0] not in (1, b) or array.shape[1] != size:
-    raise ValueError(
-      f'{name} of shape {array.shape} must be ({b}, {size}) or ({size},)'
-    )
-  return array[:, None, :]
+def _per_row(name: str, positions: Any, b: int, size: int) -> Array | None:
+  """Positions as (b, 1, length) or (1, 1, length): shared by the heads."""
+  array = masks.as_positions(name, positions, (b, size), (1, size), (size,))
+  return None if array is None else jnp.reshape(array, (-1, 1, size))

@@ -45,12 +45,10 @@ class Axis:
   positions: Array | None = None  # (size,)
   index: Array | None = None  # (size,)
 
-  def where(self) -> Int[Array, ' size']:
-    """The position of each token."""
+  def position_of_each(self) -> Int[Array, ' size']:
     return jnp.arange(self.size) if self.positions is None else self.positions
 
-  def which(self) -> Int[Array, ' size']:
-    """The row or column of each token."""
+  def index_of_each(self) -> Int[Array, ' size']:
     return jnp.arange(self.size) if self.index is None else self.index
 
 
@@ -135,7 +133,8 @@ class Causal(Mask):
   """A query may attend to keys at its own position and before."""
 
   def evaluate(self, queries: Axis, keys: Axis) -> Bool[Array, 't s']:
-    return keys.where()[None, :] <= queries.where()[:, None]
+    key, query = keys.position_of_each(), queries.position_of_each()
+    return key[None, :] <= query[:, None]
 
 
 @jax.tree_util.register_dataclass
@@ -147,7 +146,7 @@ class Lengths(Mask):
 
   def evaluate(self, queries: Axis, keys: Axis) -> Bool[Array, '1 s']:
     del queries
-    return keys.which()[None, :] < jnp.reshape(self.lengths, (1, 1))
+    return keys.index_of_each()[None, :] < jnp.reshape(self.lengths, (1, 1))
 
   def check(self, shape: tuple[int, int, int, int]) -> None:
     check_broadcast('lengths', self.lengths.shape[:1], shape[:1], 'b')
@@ -242,3 +241,19 @@ def from_numbers(mask: Mask | ArrayLike | None) -> Mask | ArrayLike | None:
     return mask
   array = jnp.asarray(mask)
   return array if array.dtype == jnp.bool_ else array != 0
+
+
+def as_positions(
+  name: str, positions: ArrayLike | None, *shapes: tuple[int, ...]
+) -> Array | None:
+  """Positions as an integer array of one of the shapes; None stays None."""
+  if positions is None:
+    return None
+  array = jnp.asarray(positions)
+  if not jnp.issubdtype(array.dtype, jnp.integer) or array.shape not in shapes:
+    wanted = ' or '.join(str(shape) for shape in dict.fromkeys(shapes))
+    raise ValueError(
+      f'{name} must be integers of shape {wanted}, got {array.dtype} of shape '
+      f'{array.shape}'
+    )
+  return array
