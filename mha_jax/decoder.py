@@ -16,9 +16,7 @@ import jax
 import jax.numpy as jnp
 
 import mha_jax.linen as mha
-from mha_jax.attention import GroupedConfig, Rope, masks
-from mha_jax.attention.dropout import check_rate
-from mha_jax.attention.grouped import check_positive
+from mha_jax.attention import GroupedConfig, Rope, checks, masks
 
 POSITIONS = ('learned', 'rope', 'none')
 DTYPES = ('float32', 'bfloat16', 'float16', 'float64')
@@ -74,7 +72,7 @@ class DecoderConfig:
 
   def __post_init__(self) -> None:
     for name in ('vocab_size', 'max_len', 'd_model', 'num_layers', 'num_heads'):
-      check_positive(name, getattr(self, name))
+      checks.positive(name, getattr(self, name))
     if self.mlp_dim < 0:
       raise ValueError(f'mlp_dim={self.mlp_dim} must be 0 (no MLP) or positive')
     if self.positions not in POSITIONS:
@@ -95,7 +93,7 @@ class DecoderConfig:
         f"num_kv_heads={self.num_kv_heads} is for attention='gqa', not "
         f'{self.attention!r}; leave it None'
       )
-    check_rate('dropout_rate', self.dropout_rate)
+    checks.rate('dropout_rate', self.dropout_rate)
     self.attention_config  # noqa: B018  checks the sizes
 
   @property

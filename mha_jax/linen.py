@@ -18,9 +18,14 @@ import jax
 import jax.numpy as jnp
 from flax.core import meta
 
-from mha_jax.attention import Dropout, GroupedConfig, Rope, grouped, masks
-from mha_jax.attention.dropout import check_rate
-from mha_jax.attention.grouped import check_divides, check_positive
+from mha_jax.attention import (
+  Dropout,
+  GroupedConfig,
+  Rope,
+  checks,
+  grouped,
+  masks,
+)
 from mha_jax.attention.projections import INITIALIZERS, Initializer, Row
 
 __all__ = [
@@ -180,8 +185,8 @@ class GroupedQueryAttention(nn.Module):
     d_model = jnp.shape(q)[-1]
     qkv_features, head_dim = self.qkv_features, self.head_dim
     if qkv_features is not None and head_dim is None:
-      check_positive('num_heads', self.num_heads)
-      check_divides('num_heads', self.num_heads, 'qkv_features', qkv_features)
+      checks.positive('num_heads', self.num_heads)
+      checks.divides('num_heads', self.num_heads, 'qkv_features', qkv_features)
       head_dim = qkv_features // self.num_heads
     elif qkv_features not in (None, (head_dim or 0) * self.num_heads):
       raise ValueError(
@@ -209,7 +214,7 @@ class GroupedQueryAttention(nn.Module):
     self, deterministic: bool | None, key: jax.Array | None
   ) -> Dropout | None:
     """Dropout with the given key or the module's own; None when it is off."""
-    check_rate('dropout_rate', self.dropout_rate)
+    checks.rate('dropout_rate', self.dropout_rate)
     if self.dropout_rate == 0 or nn.merge_param(
       'deterministic', self.deterministic, deterministic
     ):

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mha_jax.attention import checks
 from mha_jax.attention.notation import Array, Bool
 
 TILE = 32
@@ -36,7 +37,7 @@ class Dropout:
   rate: float = dataclasses.field(metadata={'static': True})
 
   def __post_init__(self) -> None:
-    check_rate('dropout rate', self.rate)
+    checks.rate('dropout rate', self.rate)
 
   def per_head(self, b: int, h: int) -> 'Dropout':
     """An independent key for each of b batch rows and h heads."""
@@ -65,9 +66,3 @@ class Dropout:
       return weights
     kept = self.keep(*weights.shape)
     return jnp.where(kept, weights / (1 - self.rate), 0)
-
-
-def check_rate(name: str, rate: float) -> None:
-  """Raises a ValueError unless 0 <= rate < 1."""
-  if not 0 <= rate < 1:
-    raise ValueError(f'{name}={rate} must lie in [0, 1); 0 turns dropout off')

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mha_jax.attention import masks
+from mha_jax.attention import checks, masks
 from mha_jax.attention.dropout import Dropout
 from mha_jax.attention.notation import Array, Bool, Float, Shaped
 from mha_jax.attention.projections import compute_dtype
@@ -64,7 +64,7 @@ def attend(
   """
   q, k, v = (jnp.asarray(x) for x in (q, k, v))
   _check_shapes(q, k, v)
-  check_softcap(logit_softcap)
+  checks.softcap(logit_softcap)
   dtype = compute_dtype(None, q, k, v)
   scale = q.shape[-1] ** -0.5 if scale is None else scale
   t, s = q.shape[0], k.shape[0]
@@ -102,7 +102,7 @@ def allowed_pairs(
   if allowed is None:
     return None
   shape = (queries.size, keys.size)
-  masks.check_broadcast('mask or bias', allowed.shape, shape, 'ts')
+  checks.broadcast('mask or bias', allowed.shape, shape, 'ts')
   return jnp.broadcast_to(allowed, shape)
 
 
@@ -158,12 +158,4 @@ def _check_shapes(q: Array, k: Array, v: Array) -> None:
   if k.shape[0] != v.shape[0]:
     raise ValueError(
       f'k has length {k.shape[0]} and v {v.shape[0]}; they must agree'
-    )
-
-
-def check_softcap(logit_softcap: float | None) -> None:
-  """Raises a ValueError unless the bound is positive or None."""
-  if logit_softcap is not None and not logit_softcap > 0:
-    raise ValueError(
-      f'logit_softcap={logit_softcap} must be positive; None turns it off'
     )

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mha_jax.attention import masks
+from mha_jax.attention import checks, masks
 from mha_jax.attention.dropout import Dropout
 from mha_jax.attention.heads import multihead_attention
 from mha_jax.attention.notation import Array
@@ -30,7 +30,7 @@ from mha_jax.attention.projections import (
   Table,
   compute_dtype,
 )
-from mha_jax.attention.rope import Rope, check_rotary_dim
+from mha_jax.attention.rope import Rope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,17 +73,17 @@ class GroupedConfig:
   def __post_init__(self) -> None:
     for field in dataclasses.fields(self):
       if field.type in (int, int | None):
-        check_positive(field.name, getattr(self, field.name))
+        checks.positive(field.name, getattr(self, field.name))
     if self.head_dim is None:
-      check_divides('num_heads', self.num_heads, 'd_model', self.d_model)
-    check_divides('num_kv_heads', self.sizes['n'], 'num_heads', self.num_heads)
+      checks.divides('num_heads', self.num_heads, 'd_model', self.d_model)
+    checks.divides('num_kv_heads', self.sizes['n'], 'num_heads', self.num_heads)
     if self.normalize_qk not in (False, True, *Norm.KINDS):
       raise ValueError(
         f'normalize_qk={self.normalize_qk!r} must be False, True (Flax, the '
         "same as 'layer'), 'layer' or 'rms'"
       )
     if self.rope is not None:
-      check_rotary_dim('head_dim', self.sizes['k'])
+      checks.even('head_dim', self.sizes['k'])
 
   @functools.cached_property
   def sizes(self) -> dict[str, int]:
@@ -292,21 +292,3 @@ def _gates(head_gates: Any, h: int) -> Array:
       f'head_gates of shape {gates.shape} must be ({h},): one factor a head'
     )
   return jnp.reshape(gates, (1, h, 1, 1))
-
-
-def check_positive(name: str, value: Any) -> None:
-  """Raises a ValueError unless the value is None or a positive integer."""
-  if value is not None and (value != int(value) or value < 1):
-    raise ValueError(f'{name}={value} must be a positive integer')
-
-
-def check_divides(part: str, small: int, whole: str, large: int) -> None:
-  """Raises a ValueError that names the nearest divisors."""
-  if large % small:
-    divisors = [x for x in range(1, large + 1) if large % x == 0]
-    below = [x for x in divisors if x < small][-1:]
-    above = [x for x in divisors if x > small][:1]
-    nearest = ', '.join(str(x) for x in below + above)
-    raise ValueError(
-      f'{part}={small} must divide {whole}={large}; nearest: {nearest}'
-    )

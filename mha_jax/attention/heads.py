@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mha_jax.attention import exact, masks
+from mha_jax.attention import checks, exact, masks
 from mha_jax.attention.dropout import Dropout
 from mha_jax.attention.notation import Array, Shaped
 
@@ -77,7 +77,7 @@ def multihead_attention(
   q, k, v = (jnp.asarray(x) for x in (q_BHTK, k_BNSK, v_BNSV))
   b, h, t, n, s = _check_shapes(q, k, v)
   attend = _pick(implementation)
-  exact.check_softcap(logit_softcap)
+  checks.softcap(logit_softcap)
   mask = masks.as_mask(mask)
   if mask is not None:
     mask.check((b, h, t, s))
@@ -228,7 +228,7 @@ def _check_bias(bias: Any, shape: tuple[int, int, int, int]) -> Array | None:
   if array.ndim > 4:
     raise ValueError(f'bias of shape {array.shape} has more than 4 dimensions')
   array = jnp.reshape(array, (1,) * (4 - array.ndim) + array.shape)
-  masks.check_broadcast('bias', array.shape, shape, 'bhts')
+  checks.broadcast('bias', array.shape, shape, 'bhts')
   return array
 
 

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mha_jax.attention import checks
 from mha_jax.attention.notation import Array, Bool, Int
 
 ArrayLike = Any
@@ -149,7 +150,7 @@ class Lengths(Mask):
     return keys.index_of_each()[None, :] < jnp.reshape(self.lengths, (1, 1))
 
   def check(self, shape: tuple[int, int, int, int]) -> None:
-    check_broadcast('lengths', self.lengths.shape[:1], shape[:1], 'b')
+    checks.broadcast('lengths', self.lengths.shape[:1], shape[:1], 'b')
 
 
 @jax.tree_util.register_dataclass
@@ -168,20 +169,7 @@ class Dense(Mask):
     return allowed
 
   def check(self, shape: tuple[int, int, int, int]) -> None:
-    check_broadcast('mask', self.allowed.shape, shape, 'bhts')
-
-
-def check_broadcast(
-  name: str, got: tuple[int, ...], wanted: tuple[int, ...], letters: str
-) -> None:
-  """Raises unless every dimension is 1 or as wanted."""
-  if len(got) != len(wanted) or any(
-    g not in (1, w) for g, w in zip(got, wanted, strict=True)
-  ):
-    raise ValueError(
-      f'{name} of shape {got} does not broadcast to ({", ".join(letters)}) = '
-      f'{wanted}; give each dimension its size or 1'
-    )
+    checks.broadcast('mask', self.allowed.shape, shape, 'bhts')
 
 
 def causal() -> Mask:

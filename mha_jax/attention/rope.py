@@ -19,6 +19,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
+from mha_jax.attention import checks
 from mha_jax.attention.notation import Array
 
 LAYOUTS = ('half', 'interleaved')
@@ -52,7 +53,7 @@ class Rope:
     Raises:
       ValueError: k is odd, or positions have another rank.
     """
-    check_rotary_dim('head_dim', x.shape[-1])
+    checks.even('head_dim', x.shape[-1])
     if positions.ndim != x.ndim - 1:
       raise ValueError(
         f'positions of shape {positions.shape} must have one dimension less '
@@ -74,14 +75,6 @@ class Rope:
     return jnp.reshape(jnp.stack(parts, axis=-1), x.shape).astype(x.dtype)
 
 
-def check_rotary_dim(name: str, size: int) -> None:
-  """Raises a ValueError for an odd number of rotary features."""
-  if size % 2:
-    raise ValueError(
-      f'{name}={size} must be even for RoPE; nearest: {size - 1}, {size + 1}'
-    )
-
-
 def layout_permutation(head_dim: int, source: str, target: str) -> np.ndarray:
   """The feature order that carries weights from one layout to the other.
 
@@ -98,7 +91,7 @@ def layout_permutation(head_dim: int, source: str, target: str) -> np.ndarray:
   Returns:
     (k,) indices.
   """
-  check_rotary_dim('head_dim', head_dim)
+  checks.even('head_dim', head_dim)
   _check_layout('source', source)
   _check_layout('target', target)
   features = np.arange(head_dim)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mha_jax.attention.grouped import check_positive
+from mha_jax.attention import checks
 from mha_jax.decoder import DecoderConfig, DecoderLM
 from mha_jax.tasks import Batch, Task
 
@@ -82,7 +82,7 @@ class TrainConfig:
   def __post_init__(self) -> None:
     for field in dataclasses.fields(self):
       if field.name != 'seed':
-        check_positive(field.name, getattr(self, field.name))
+        checks.positive(field.name, getattr(self, field.name))
     if not 0 <= self.seed < 2**32:
       raise ValueError(f'seed={self.seed} must lie in [0, 2^32)')
 

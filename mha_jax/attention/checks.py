@@ -1,0 +1,59 @@
+"""Checks of arguments: a ValueError names argument, value and remedy."""
+
+import numbers
+from typing import Any
+
+
+def positive(name: str, value: Any) -> None:
+  """Raises a ValueError unless the value is None or a positive integer."""
+  if value is None:
+    return
+  whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+  if not whole or value < 1:
+    raise ValueError(f'{name}={value} must be a positive integer')
+
+
+def divides(part: str, small: int, whole: str, large: int) -> None:
+  """Raises a ValueError that names the nearest divisors."""
+  if large % small:
+    divisors = [x for x in range(1, large + 1) if large % x == 0]
+    below = [x for x in divisors if x < small][-1:]
+    above = [x for x in divisors if x > small][:1]
+    nearest = ', '.join(str(x) for x in below + above)
+    raise ValueError(
+      f'{part}={small} must divide {whole}={large}; nearest: {nearest}'
+    )
+
+
+def rate(name: str, rate: float) -> None:
+  """Raises a ValueError unless 0 <= rate < 1."""
+  if not 0 <= rate < 1:
+    raise ValueError(f'{name}={rate} must lie in [0, 1); 0 turns dropout off')
+
+
+def softcap(logit_softcap: float | None) -> None:
+  """Raises a ValueError unless the bound is positive or None."""
+  if logit_softcap is not None and not logit_softcap > 0:
+    raise ValueError(
+      f'logit_softcap={logit_softcap} must be positive; None turns it off'
+    )
+
+
+def even(name: str, size: int) -> None:
+  """Raises a ValueError for an odd number of rotary features."""
+  if size % 2:
+    nearest = ', '.join(str(x) for x in (size - 1, size + 1) if x > 0)
+    raise ValueError(f'{name}={size} must be even for RoPE; nearest: {nearest}')
+
+
+def broadcast(
+  name: str, got: tuple[int, ...], wanted: tuple[int, ...], letters: str
+) -> None:
+  """Raises unless every dimension is 1 or as wanted."""
+  if len(got) != len(wanted) or any(
+    g not in (1, w) for g, w in zip(got, wanted, strict=True)
+  ):
+    raise ValueError(
+      f'{name} of shape {got} does not broadcast to ({", ".join(letters)}) = '
+      f'{wanted}; give each dimension its size or 1'
+    )
