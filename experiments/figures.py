@@ -9,8 +9,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from mha_jax.tasks import Task
-
 STYLE: Any = {
   'font.size': 11,
   'axes.spines.top': False,
@@ -25,7 +23,7 @@ def sweep_heads(
   rows: Sequence[dict[str, Any]],
   summaries: Sequence[dict[str, Any]],
   threshold: float,
-  task: Task,
+  title: str,
   path: pathlib.Path,
 ) -> None:
   """Loss curves and steps to the threshold, by head count.
@@ -34,19 +32,17 @@ def sweep_heads(
     rows: finished points, see `experiments.sweep_heads.train_seeds`.
     summaries: of the same points, see `experiments.reports.summarise`.
     threshold: the loss (nats) that speed is measured to.
-    task: whose name and length go into the title.
+    title: what was trained.
     path: the PNG to write.
   """
   with mpl.rc_context(STYLE):
-    figure = Figure(figsize=(10, 4.2), layout='constrained')
+    figure = Figure(figsize=(10, 4.4), layout='constrained')
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     _loss_curves(left, rows, threshold)
     _steps_to_threshold(right, rows, summaries, threshold)
     seeds = len(rows[0]['seeds'])
     figure.suptitle(
-      f'{type(task).__name__}, sequences of {task.max_len} tokens, '
-      f'{seeds} seeds: median, and range over seeds',
-      fontsize=11,
+      f'{title}, {seeds} seed{"s" * (seeds > 1)}: median and range', fontsize=11
     )
     figure.savefig(path, dpi=150)
 
@@ -64,19 +60,19 @@ def _loss_curves(
     axes.plot(
       steps, np.median(losses, axis=0), color=color, label=row['n_heads']
     )
-  axes.axhline(threshold, color='0.4', ls='--', lw=1)
-  axes.annotate(
-    f'{threshold:g}',
-    (1, threshold),
-    xycoords=('axes fraction', 'data'),
-    xytext=(-2, 3),
-    textcoords='offset points',
-    ha='right',
-    color='0.4',
-  )
+  if min(np.min(row['loss']) for row in rows) < threshold:
+    axes.axhline(threshold, color='0.4', ls='--', lw=1)
+    axes.annotate(
+      f'loss {threshold:g}',
+      (0, threshold),
+      xycoords=('axes fraction', 'data'),
+      xytext=(4, 3),
+      textcoords='offset points',
+      color='0.3',
+    )
   axes.set(xlabel='step', ylabel='training loss (nats per token)', yscale='log')
   axes.set_xlim(left=0)
-  axes.legend(title='n_heads', ncols=2)
+  _legend_above(axes, title='n_heads', ncols=min(len(rows), 6))
 
 
 def _steps_to_threshold(
@@ -85,36 +81,41 @@ def _steps_to_threshold(
   summaries: Sequence[dict[str, Any]],
   threshold: float,
 ) -> None:
-  """Medians with ranges; what never gets there is a triangle at the top."""
+  """Medians with ranges; a triangle where a seed never gets there."""
   budget = len(rows[0]['loss'][0])
-  heads = [s['n_heads'] for s in summaries]
-  name = 'steps_to_threshold'
+  heads = np.asarray([s['n_heads'] for s in summaries])
   median, low, high = (
-    np.minimum([s[f'{name}_{part}'] for s in summaries], budget)
+    np.asarray([s[f'steps_to_threshold_{part}'] for s in summaries])
     for part in ('median', 'min', 'max')
   )
+  known = np.isfinite(median)
+  top = np.minimum(high, budget)
   axes.errorbar(
-    heads,
-    median,
-    yerr=(median - low, high - median),
+    heads[known],
+    median[known],
+    yerr=(median[known] - low[known], top[known] - median[known]),
     marker='o',
     capsize=4,
-    color='C0',
   )
-  never = [s['n_heads'] for s in summaries if np.isinf(s[f'{name}_max'])]
-  if never:
+  never = np.isinf(high)
+  if never.any():
     axes.plot(
-      never,
-      [budget] * len(never),
+      heads[never],
+      np.full(never.sum(), budget),
       ls='none',
       marker='^',
       ms=9,
       color='C3',
       label=f'not every seed within {budget} steps',
     )
-    axes.legend()
+    _legend_above(axes)
   axes.set_xscale('log', base=2)
   axes.set_xticks(heads, [str(h) for h in heads])
   axes.minorticks_off()
   axes.set_ylim(bottom=0)
   axes.set(xlabel='n_heads', ylabel=f'steps to loss < {threshold:g}')
+
+
+def _legend_above(axes: Axes, **kwargs: Any) -> None:
+  """A legend that no curve can run through."""
+  axes.legend(loc='lower center', bbox_to_anchor=(0.5, 1.0), **kwargs)

@@ -90,44 +90,68 @@ def table(
 def verdict(summaries: Sequence[Summary], threshold: float) -> str:
   """One sentence: do more heads help, plateau or hurt, in speed and in the end?
 
-  Compares the fewest heads with the most. Ranges over seeds that overlap are a
-  plateau, and so are final losses that all lie below the threshold.
+  Ranges over seeds that overlap are a plateau, and so are final losses that
+  all lie below the threshold.
   """
   if len(summaries) < 2:
     return 'One head count alone shows no trend; pass more to --n_heads.'
   steps, loss = 'steps_to_threshold', 'final_loss'
-  if all(s[f'{loss}_max'] < threshold for s in summaries):
-    end = 'plateau'
-  else:
-    end = _effect(summaries, loss)
-  ends = f'{end} in the end (final loss {_ends(summaries, loss, ".4f")})'
+  solved = all(s[f'{loss}_max'] < threshold for s in summaries)
+  end = 'plateau' if solved else _trend(summaries, loss)
+  ends = f'{end} in the end (final loss {_examples(summaries, loss, ".4f")})'
   if all(math.isinf(s[f'{steps}_min']) for s in summaries):
     return (
       f'More heads {ends}; no head count reaches loss < {threshold:g}, so '
       'nothing is said of speed.'
     )
   return (
-    f'More heads {_effect(summaries, steps)} in speed (steps to loss < '
-    f'{threshold:g}: {_ends(summaries, steps, ".0f")}) and {ends}.'
+    f'More heads {_trend(summaries, steps)} in speed (steps to loss < '
+    f'{threshold:g}: {_examples(summaries, steps, ".0f")}) and {ends}.'
   )
 
 
-def _effect(summaries: Sequence[Summary], name: str) -> str:
+def _trend(summaries: Sequence[Summary], name: str) -> str:
   """What more heads do to a number that is better small."""
-  few, many = summaries[0], summaries[-1]
-  if few[f'{name}_max'] < many[f'{name}_min']:
+  best = _best(summaries, name)
+  alike = [
+    s['n_heads'] for s in summaries if _effect(best, s, name) == 'plateau'
+  ]
+  to_best = _effect(summaries[0], best, name)
+  from_best = _effect(best, summaries[-1], name)
+  if to_best == 'help':
+    more = (
+      ''
+      if from_best == 'plateau' and len(alike) == 1
+      else (f' up to {alike[0]}, then {from_best}')
+    )
+    return f'help{more}'
+  if from_best == 'hurt':
+    return (
+      'hurt' if len(alike) == 1 else f'plateau up to {alike[-1]}, then hurt'
+    )
+  return 'plateau'
+
+
+def _best(summaries: Sequence[Summary], name: str) -> Summary:
+  return min(summaries, key=lambda s: s[f'{name}_median'])
+
+
+def _effect(fewer: Summary, more: Summary, name: str) -> str:
+  """What the step from fewer heads to more does to the number."""
+  if fewer[f'{name}_max'] < more[f'{name}_min']:
     return 'hurt'
-  return 'help' if few[f'{name}_min'] > many[f'{name}_max'] else 'plateau'
+  return 'help' if fewer[f'{name}_min'] > more[f'{name}_max'] else 'plateau'
 
 
-def _ends(summaries: Sequence[Summary], name: str, form: str) -> str:
-  """A number at the fewest heads and at the most."""
-  parts = [
+def _examples(summaries: Sequence[Summary], name: str, form: str) -> str:
+  """The number at the fewest heads, at the best head count and at the most."""
+  chosen = (summaries[0], _best(summaries, name), summaries[-1])
+  texts = [
     f'{_range(s, name, form)} with {s["n_heads"]} '
     f'head{"" if s["n_heads"] == 1 else "s"}'
-    for s in (summaries[0], summaries[-1])
+    for s in chosen
   ]
-  return ', '.join(parts)
+  return ', '.join(dict.fromkeys(texts))
 
 
 def _range(summary: Summary, name: str, form: str, gap: str = ' ') -> str:

@@ -64,6 +64,7 @@ class Point:
 class Settings:
   points: tuple[Point, ...]
   threshold: float
+  title: str
   workdir: pathlib.Path
 
 
@@ -79,7 +80,8 @@ def parse() -> Settings:
   )
   name = config.name.replace('copy_task', 'sweep_heads')
   workdir = settings.workdir_from(flags.FLAGS.workdir, name)
-  return Settings(points, THRESHOLD.value, workdir)
+  title = f'{config.name}, d_model = {config.model.d_model}'
+  return Settings(points, THRESHOLD.value, title, workdir)
 
 
 def _with_heads(config: ConfigDict, num_heads: int) -> ConfigDict:
@@ -211,8 +213,9 @@ def report(rows: list[dict[str, Any]], chosen: Settings) -> None:
   writer.writerows(summaries)
   record.write_text(chosen.workdir / 'results.csv', buffer.getvalue())
   figure = chosen.workdir / 'sweep_heads.png'
-  task = chosen.points[0].experiment.task
-  figures.sweep_heads(finished, summaries, chosen.threshold, task, figure)
+  figures.sweep_heads(
+    finished, summaries, chosen.threshold, chosen.title, figure
+  )
   print(reports.verdict(summaries, chosen.threshold))
   print(f'recorded in {chosen.workdir}, figure {figure}')
 
