@@ -16,6 +16,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.core import meta
 
 from mha_jax.attention import (
@@ -130,8 +131,9 @@ class GroupedQueryAttention(nn.Module):
         or what Flax's mask helpers return: nonzero may attend.
       deterministic: whether dropout is off, here or in the constructor.
       input_positions: (..., t) absolute positions of the queries for RoPE and
-        masks; in self-attention of the keys too. None: 0 .. t-1.
-      key_positions: (..., s) of the keys in cross-attention. None: 0 .. s-1.
+        masks; where inputs_k is None of the keys too. None: 0 .. t-1.
+      key_positions: (..., s) of the keys; None: 0 .. s-1, or input_positions
+        where inputs_k is None.
       bias: added to the scores, broadcasts to (..., h, t, s).
       head_gates: (h,) factors of each head's output.
       dropout_rng: a key for dropout; None: the module's 'dropout' stream.
@@ -182,7 +184,7 @@ class GroupedQueryAttention(nn.Module):
 
   def _config(self, q: Any, k: Any, v: Any) -> GroupedConfig:
     """The shape of this attention, with widths read from the inputs."""
-    d_model = jnp.shape(q)[-1]
+    d_model = np.shape(q)[-1]
     qkv_features, head_dim = self.qkv_features, self.head_dim
     if qkv_features is not None and head_dim is None:
       checks.positive('num_heads', self.num_heads)
@@ -201,9 +203,9 @@ class GroupedQueryAttention(nn.Module):
       num_kv_heads=self._kv_heads(),
       head_dim=head_dim,
       v_head_dim=self.v_head_dim,
-      key_features=jnp.shape(k)[-1],
-      value_features=jnp.shape(v)[-1],
-      out_features=self.out_features or d_model,
+      key_features=np.shape(k)[-1],
+      value_features=np.shape(v)[-1],
+      out_features=d_model if self.out_features is None else self.out_features,
       use_bias=self.use_bias,
       normalize_qk=self.normalize_qk,
       rope=self.rope,

@@ -10,8 +10,8 @@ from mha_jax.attention.exact import attend
 from mha_jax.attention.grouped import GroupedConfig
 from mha_jax.attention.heads import multihead_attention
 from mha_jax.attention.masks import Mask
+from mha_jax.attention.norms import Norm
 from mha_jax.attention.projections import (
-  Norm,
   Projection,
   init_table,
   num_params,

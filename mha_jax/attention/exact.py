@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from mha_jax.attention import checks, masks
 from mha_jax.attention.dropout import Dropout
 from mha_jax.attention.notation import Array, Bool, Float, Shaped
-from mha_jax.attention.projections import compute_dtype
+from mha_jax.attention.projections import compute_dtype, wide_dtype
 
 
 def attend(
@@ -70,9 +70,10 @@ def attend(
   t, s = q.shape[0], k.shape[0]
   query_positions = masks.as_positions('query_positions', query_positions, (t,))
   key_positions = masks.as_positions('key_positions', key_positions, (s,))
+  bias = masks.as_bias(bias, (t, s), 'ts')
   allowed = allowed_pairs(
     masks.as_mask(mask),
-    None if bias is None else jnp.asarray(bias),
+    bias,
     masks.Axis(t, query_positions),
     masks.Axis(s, key_positions),
   )
@@ -90,19 +91,19 @@ def attend(
 
 def allowed_pairs(
   mask: masks.Mask | None,
-  bias: Shaped[Array, '...'] | None,
+  bias: Float[Array, '#t #s'] | None,
   queries: masks.Axis,
   keys: masks.Axis,
 ) -> Bool[Array, 't s'] | None:
   """Which query may attend to which key, by mask and bias; None: all."""
   allowed = None if mask is None else mask.evaluate(queries, keys)
   if bias is not None:
-    finite = jnp.reshape(bias != -jnp.inf, _two_dims(bias.shape))
+    finite = bias != -jnp.inf
     allowed = finite if allowed is None else allowed & finite
   if allowed is None:
     return None
   shape = (queries.size, keys.size)
-  checks.broadcast('mask or bias', allowed.shape, shape, 'ts')
+  checks.broadcast('mask', allowed.shape, shape, 'ts')
   return jnp.broadcast_to(allowed, shape)
 
 
@@ -117,30 +118,23 @@ def _weights(
   q: Float[Array, 't k'],
   k: Float[Array, 's k'],
   allowed: Bool[Array, 't s'] | None,
-  bias: Any,
+  bias: Float[Array, '#t #s'] | None,
   scale: float | Array,
   logit_softcap: float | None,
 ) -> Float[Array, 't s']:
   """The attention weights, in float32 at least; rows of nothing are zeros."""
-  wide = jnp.promote_types(q.dtype, jnp.float32)
+  wide = wide_dtype(q.dtype)
   scores = jnp.einsum('tk,sk->ts', q, k, preferred_element_type=wide)
   scores = scores * jnp.asarray(scale, wide)
   if logit_softcap is not None:
     scores = logit_softcap * jnp.tanh(scores / logit_softcap)
   if bias is not None:
-    bias = jnp.asarray(bias, wide)
-    scores = scores + jnp.reshape(bias, _two_dims(bias.shape))
+    scores = scores + bias.astype(wide)
   if allowed is None:
     return jax.nn.softmax(scores, axis=-1)
   empty = ~jnp.any(allowed, axis=-1, keepdims=True)
   scores = jnp.where(allowed, scores, jnp.where(empty, 0, -jnp.inf))
   return jnp.where(empty, 0, jax.nn.softmax(scores, axis=-1))
-
-
-def _two_dims(shape: tuple[int, ...]) -> tuple[int, int]:
-  """The last two dimensions of a shape; those before are 1."""
-  t, s = ((1, 1, *shape))[-2:]
-  return t, s
 
 
 def _check_shapes(q: Array, k: Array, v: Array) -> None:

@@ -13,18 +13,18 @@ Source: Vaswani et al. 2017 (MHA), Shazeer 2019 (MQA), Ainslie et al. 2023
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from mha_jax.attention import checks, masks
+from mha_jax.attention import batching, checks, heads
 from mha_jax.attention.dropout import Dropout
-from mha_jax.attention.heads import multihead_attention
+from mha_jax.attention.norms import Norm
 from mha_jax.attention.notation import Array
 from mha_jax.attention.projections import (
-  Norm,
   Params,
   Projection,
   Table,
@@ -82,6 +82,7 @@ class GroupedConfig:
         f'normalize_qk={self.normalize_qk!r} must be False, True (Flax, the '
         "same as 'layer'), 'layer' or 'rms'"
       )
+    checks.softcap(self.logit_softcap)
     if self.rope is not None:
       checks.even('head_dim', self.sizes['k'])
 
@@ -155,7 +156,7 @@ def apply(
     input_positions: (..., t) or (t,) integers, absolute positions of the
       queries for RoPE and masks; None: 0 .. t-1.
     key_positions: (..., s) or (s,) likewise for the keys; None: input_positions
-      in self-attention, else 0 .. s-1.
+      where inputs_k is None, else 0 .. s-1.
     dropout: drops attention weights; None: no dropout.
     head_gates: (h,) factors of each head's output; None: ones.
     dtype: the dtype to compute in; None: the common dtype of inputs and
@@ -176,21 +177,30 @@ def apply(
       'inputs_v is given without inputs_k; pass the keys too, or the one '
       'source of both as inputs_k'
     )
-  self_attention = inputs_k is None or inputs_k is inputs_q
+  self_attention = inputs_k is None
   x = jnp.asarray(inputs_q)
   y = x if self_attention else jnp.asarray(inputs_k)
   z = y if inputs_v is None else jnp.asarray(inputs_v)
   _check_inputs(config, x, y, z)
-  batch, (h, t, s) = x.shape[:-2], (config.num_heads, x.shape[-2], y.shape[-2])
+  batch = x.shape[:-2]
+  h, t, s = config.num_heads, x.shape[-2], y.shape[-2]
   if self_attention and key_positions is None:
     key_positions = input_positions
-  queries = _positions('input_positions', input_positions, batch, t)
-  keys = _positions('key_positions', key_positions, batch, s)
+  queries = batching.positions('input_positions', input_positions, batch, t)
+  keys = batching.positions('key_positions', key_positions, batch, s)
+
+  mask, bias = heads.check_pairs(
+    batching.fold('mask', mask, batch),
+    batching.fold('bias', bias, batch),
+    (math.prod(batch), h, t, s),
+  )
+  gates = None if head_gates is None else _gates(head_gates, h)
+  heads.pick(implementation)
 
   rows = config.table
   dtype = compute_dtype(dtype, x, y, z, *jax.tree.leaves(params))
   q, k, v = (
-    rows[name].apply(params[name], _one_batch(a), dtype)
+    rows[name].apply(params[name], batching.one_batch(a), dtype)
     for name, a in (('query', x), ('key', y), ('value', z))
   )
   if config.normalize_qk:
@@ -198,12 +208,12 @@ def apply(
     k = rows['key_ln'].apply(params['key_ln'], k, dtype)
   if config.rope is not None:
     q, k = _rotate(config.rope, q, queries), _rotate(config.rope, k, keys)
-  o = multihead_attention(
+  o = heads.multihead_attention(
     q,
     k,
     v,
-    mask=_fold(mask, batch, (h, t, s)),
-    bias=_fold(bias, batch, (h, t, s)),
+    mask=mask,
+    bias=bias,
     logit_softcap=config.logit_softcap,
     query_positions=queries,
     key_positions=keys,
@@ -212,8 +222,8 @@ def apply(
     implementation=implementation,
   )
   o, weights = o if return_weights else (o, None)
-  if head_gates is not None:
-    o = o * _gates(head_gates, h).astype(o.dtype)
+  if gates is not None:
+    o = o * gates.astype(o.dtype)
   out = rows['out'].apply(params['out'], o, dtype)
   out = jnp.reshape(out, (*batch, t, out.shape[-1]))
   if weights is None:
@@ -244,37 +254,6 @@ def _check_inputs(config: GroupedConfig, x: Array, y: Array, z: Array) -> None:
       f'inputs_q of shape {x.shape} and inputs_k of shape {y.shape} must agree '
       'in their batch dimensions'
     )
-
-
-def _one_batch(x: Array) -> Array:
-  """(..., length, features) -> (b, length, features)."""
-  return jnp.reshape(x, (-1, *x.shape[-2:]))
-
-
-def _fold(array: Any, batch: tuple[int, ...], hts: tuple[int, ...]) -> Any:
-  """A mask or bias (..., h, t, s) as (b, h, t, s); a Mask as it is."""
-  if array is None or isinstance(array, masks.Mask):
-    return array
-  array = jnp.asarray(array)
-  if len(batch) == 1 or array.ndim <= 3:
-    return array
-  if array.ndim > len(batch) + 3:
-    raise ValueError(
-      f'mask or bias of shape {array.shape} does not broadcast to (..., h, t, '
-      f's) = {(*batch, *hts)}'
-    )
-  array = jnp.broadcast_to(array, (*batch, *array.shape[-3:]))
-  return jnp.reshape(array, (-1, *array.shape[-3:]))
-
-
-def _positions(
-  name: str, positions: Any, batch: tuple[int, ...], size: int
-) -> Array | None:
-  """Positions (..., length) or (length,) as (b, length) or (1, length)."""
-  array = masks.as_positions(
-    name, positions, (*batch, size), (1, size), (size,)
-  )
-  return None if array is None else jnp.reshape(array, (-1, size))
 
 
 def _rotate(rope: Rope, x: Array, positions: Array | None) -> Array:

@@ -76,14 +76,12 @@ def multihead_attention(
   """
   q, k, v = (jnp.asarray(x) for x in (q_BHTK, k_BNSK, v_BNSV))
   b, h, t, n, s = _check_shapes(q, k, v)
-  attend = _pick(implementation)
+  attend = pick(implementation)
   checks.softcap(logit_softcap)
-  mask = masks.as_mask(mask)
-  if mask is not None:
-    mask.check((b, h, t, s))
+  mask, bias = check_pairs(mask, bias, (b, h, t, s))
   extras = {
     'mask': mask,
-    'bias': _check_bias(bias, (b, h, t, s)),
+    'bias': bias,
     'query_positions': _per_row('query_positions', query_positions, b, t),
     'key_positions': _per_row('key_positions', key_positions, b, s),
     'dropout': None if dropout is None else dropout.per_head(b, h),
@@ -107,6 +105,20 @@ def multihead_attention(
   grouped_q = jnp.reshape(q, (b, n, h // n, t, q.shape[-1]))
   out = per_batch(grouped_q, k, v, extras)
   return jax.tree.map(lambda x: jnp.reshape(x, (b, h, *x.shape[3:])), out)
+
+
+def check_pairs(
+  mask: Any, bias: Any, shape: tuple[int, int, int, int]
+) -> tuple[masks.Mask | None, Array | None]:
+  """Mask and bias as a Mask and a 4-D array that fit scores (b, h, t, s).
+
+  Raises:
+    ValueError: they do not broadcast, or have the wrong dtype.
+  """
+  mask = masks.as_mask(mask)
+  if mask is not None:
+    mask.check(shape)
+  return mask, masks.as_bias(bias, shape, 'bhts')
 
 
 def _map_all(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,7 +185,7 @@ def _split_heads(leaf: Array, n: int, g: int) -> Array:
   return jnp.reshape(leaf, (leaf.shape[0], *heads, *leaf.shape[2:]))
 
 
-def _pick(implementation: str) -> Attend:
+def pick(implementation: str) -> Attend:
   """The one-head function to map."""
   if implementation == 'auto':
     return exact.attend
@@ -213,23 +225,6 @@ def _check_shapes(
       'come second: (b, n, s, k)'
     )
   return b, h, t, n, s
-
-
-def _check_bias(bias: Any, shape: tuple[int, int, int, int]) -> Array | None:
-  """The bias as a 4-D array that broadcasts to (b, h, t, s)."""
-  if bias is None:
-    return None
-  array = jnp.asarray(bias)
-  if not jnp.issubdtype(array.dtype, jnp.floating):
-    raise ValueError(
-      f'bias has dtype {array.dtype}, but a bias is added to the scores; pass '
-      'booleans as mask=, numbers as floats'
-    )
-  if array.ndim > 4:
-    raise ValueError(f'bias of shape {array.shape} has more than 4 dimensions')
-  array = jnp.reshape(array, (1,) * (4 - array.ndim) + array.shape)
-  checks.broadcast('bias', array.shape, shape, 'bhts')
-  return array
 
 
 def _per_row(name: str, positions: Any, b: int, size: int) -> Array | None:

@@ -143,10 +143,11 @@ class Causal(Mask):
 class Lengths(Mask):
   """Only the first `lengths` keys of a row may be attended to."""
 
-  lengths: Array  # (b, h), inside a head ()
+  lengths: Any  # (b, h), inside a head ()
 
   def evaluate(self, queries: Axis, keys: Axis) -> Bool[Array, '1 s']:
     del queries
+    _check_peeled('lengths', self.lengths.shape, 0)
     return keys.index_of_each()[None, :] < jnp.reshape(self.lengths, (1, 1))
 
   def check(self, shape: tuple[int, int, int, int]) -> None:
@@ -158,9 +159,10 @@ class Lengths(Mask):
 class Dense(Mask):
   """A boolean array: True may attend."""
 
-  allowed: Array  # (b, h, t, s), inside a head (t, s)
+  allowed: Any  # (b, h, t, s), inside a head (t, s)
 
   def evaluate(self, queries: Axis, keys: Axis) -> Bool[Array, '#t #s']:
+    _check_peeled('mask', self.allowed.shape, 2)
     allowed = jnp.reshape(self.allowed, self.allowed.shape[-2:])
     if queries.index is not None and allowed.shape[0] > 1:
       allowed = allowed[queries.index]
@@ -170,6 +172,15 @@ class Dense(Mask):
 
   def check(self, shape: tuple[int, int, int, int]) -> None:
     checks.broadcast('mask', self.allowed.shape, shape, 'bhts')
+
+
+def _check_peeled(name: str, shape: tuple[int, ...], ndim: int) -> None:
+  """Raises where more than the last ndim dimensions vary."""
+  if any(size != 1 for size in shape[: len(shape) - ndim]):
+    raise ValueError(
+      f'{name} of shape {shape} varies over batch rows or heads, but attend '
+      'works on one head; use multihead_attention'
+    )
 
 
 def causal() -> Mask:
@@ -229,6 +240,25 @@ def from_numbers(mask: Mask | ArrayLike | None) -> Mask | ArrayLike | None:
     return mask
   array = jnp.asarray(mask)
   return array if array.dtype == jnp.bool_ else array != 0
+
+
+def as_bias(
+  bias: ArrayLike | None, shape: tuple[int, ...], letters: str
+) -> Array | None:
+  """A bias as an array with all dimensions of the scores; None stays None."""
+  if bias is None:
+    return None
+  array = jnp.asarray(bias)
+  if not jnp.issubdtype(array.dtype, jnp.floating):
+    raise ValueError(
+      f'bias has dtype {array.dtype}, but a bias is added to the scores; pass '
+      'booleans as mask=, numbers as floats'
+    )
+  full = (1,) * (len(shape) - array.ndim) + array.shape
+  while 4 >= len(full) > len(shape) and full[0] == 1:
+    full = full[1:]
+  checks.broadcast('bias', full, shape, letters)
+  return jnp.reshape(array, full)
 
 
 def as_positions(

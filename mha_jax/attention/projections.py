@@ -1,9 +1,9 @@
-"""Projections and norms: the rows of a variant's table.
+"""Projections, and the table of rows that a variant is.
 
 An einsum string says all there is to say of a projection:
 `'btd,dhk->bhtk'` has a kernel (d, h, k), contracts d (so the fan-in is d),
 adds a bias (h, k), and splits into heads on the way out. A `Norm` is the
-other kind of row. Both own nothing: they describe parameters and apply them.
+other kind of row. Rows own nothing: they describe parameters and apply them.
 """
 
 import dataclasses
@@ -33,9 +33,12 @@ def compute_dtype(dtype: Any, *arrays: Array) -> Any:
   """The dtype to compute in: `dtype`, or the arrays' common inexact one."""
   if dtype is None:
     dtype = jnp.result_type(*arrays)
-  if not jnp.issubdtype(dtype, jnp.inexact):
-    dtype = jnp.promote_types(jnp.float32, dtype)
-  return dtype
+  return dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.float32
+
+
+def wide_dtype(dtype: Any) -> Any:
+  """The dtype to accumulate in: float64 for float64, else float32."""
+  return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
 class Row:
@@ -56,7 +59,7 @@ class Row:
     """The logical axis name of every dimension of every parameter."""
     raise NotImplementedError
 
-  def apply(self, params: Params, x: Array, dtype: Any = None) -> Array:
+  def apply(self, params: Params, x: Any, dtype: Any = None) -> Array:
     raise NotImplementedError
 
   @property
@@ -197,7 +200,7 @@ class Projection(Row):
       for name in self.shapes
     }
 
-  def apply(self, params: Params, x: Array, dtype: Any = None) -> Array:
+  def apply(self, params: Params, x: Any, dtype: Any = None) -> Array:
     """Projects x.
 
     Args:
@@ -211,6 +214,7 @@ class Projection(Row):
     Raises:
       ValueError: the input's shape does not fit the kernel's.
     """
+    x = jnp.asarray(x)
     input_letters, _, output_letters = self.letters
     sizes = dict(self.sizes)
     wanted = tuple(sizes.get(letter) for letter in input_letters)
@@ -221,6 +225,7 @@ class Projection(Row):
         f'input of shape {x.shape} does not fit {self.spec!r} with sizes '
         f'{sizes}; pass an array {tuple(input_letters)}'
       )
+    params = {name: jnp.asarray(a) for name, a in params.items()}
     kernel, bias = params['kernel'], params.get('bias')
     arrays = (x, kernel) if bias is None else (x, kernel, bias)
     dtype = compute_dtype(dtype, *arrays)
@@ -231,49 +236,6 @@ class Projection(Row):
     bias = jnp.einsum(f'{self.bias_letters}->{"".join(order)}', bias)
     spread = [sizes[c] if c in order else 1 for c in output_letters]
     return y + jnp.reshape(bias.astype(dtype), spread)
-
-
-@dataclasses.dataclass(frozen=True)
-class Norm(Row):
-  """Normalises the last axis and scales it by a learned vector.
-
-    layer: (x - mean x) / sqrt(var x + epsilon) * scale, without a bias
-    rms:   x / sqrt(mean x^2 + epsilon) * scale
-
-  Statistics are taken in float32 at least.
-
-  Source: Ba et al. 2016 (layer), Zhang and Sennrich 2019 (rms).
-  """
-
-  kind: str
-  size: int
-  epsilon: float = 1e-6
-
-  KINDS = ('layer', 'rms')
-
-  def __post_init__(self) -> None:
-    if self.kind not in self.KINDS:
-      raise ValueError(f'kind={self.kind!r} must be one of {self.KINDS}')
-
-  @property
-  def shapes(self) -> dict[str, tuple[int, ...]]:
-    return {'scale': (self.size,)}
-
-  @property
-  def logical_axes(self) -> dict[str, tuple[str, ...]]:
-    return {'scale': ('norm',)}
-
-  def apply(self, params: Params, x: Array, dtype: Any = None) -> Array:
-    """Normalises x (..., size); returns the same shape in `dtype`."""
-    scale = params['scale']
-    dtype = compute_dtype(dtype, x, scale)
-    wide = jnp.promote_types(dtype, jnp.float32)
-    x = x.astype(wide)
-    if self.kind == 'layer':
-      x = x - jnp.mean(x, axis=-1, keepdims=True)
-    power = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-    scale = jnp.reshape(scale.astype(wide), (1,) * (x.ndim - 1) + (self.size,))
-    return (x * (jax.lax.rsqrt(power + self.epsilon) * scale)).astype(dtype)
 
 
 Table = Mapping[str, Row]

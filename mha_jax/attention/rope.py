@@ -15,12 +15,14 @@ Source: Su et al. 2021, RoFormer, section 3.4.2.
 
 import dataclasses
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from mha_jax.attention import checks
 from mha_jax.attention.notation import Array
+from mha_jax.attention.projections import wide_dtype
 
 LAYOUTS = ('half', 'interleaved')
 
@@ -44,7 +46,7 @@ class Rope:
         f'theta={self.theta} must be positive and finite; usual: 10000'
       )
 
-  def rotate(self, x: Array, positions: Array) -> Array:
+  def rotate(self, x: Any, positions: Any) -> Array:
     """Turns x (..., t, k) by positions that broadcast to (..., t).
 
     Angles and products are taken in float32 at least; the result has x's
@@ -53,6 +55,7 @@ class Rope:
     Raises:
       ValueError: k is odd, or positions have another rank.
     """
+    x, positions = jnp.asarray(x), jnp.asarray(positions)
     checks.even('head_dim', x.shape[-1])
     if positions.ndim != x.ndim - 1:
       raise ValueError(
@@ -60,7 +63,7 @@ class Rope:
         f'than x of shape {x.shape}'
       )
     half = x.shape[-1] // 2
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = wide_dtype(x.dtype)
     frequencies = self.theta ** (-np.arange(half) / half)
     angles = positions.astype(wide)[..., None] * jnp.reshape(
       jnp.asarray(frequencies, wide), (1,) * (x.ndim - 1) + (half,)

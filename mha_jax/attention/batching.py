@@ -1,0 +1,44 @@
+"""Any number of batch dimensions as one, and what belongs to them."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from mha_jax.attention import masks
+from mha_jax.attention.notation import Array
+
+
+def one_batch(x: Array) -> Array:
+  """(..., length, features) -> (b, length, features)."""
+  return jnp.reshape(x, (-1, *x.shape[-2:]))
+
+
+def fold(name: str, array: Any, batch: tuple[int, ...]) -> Any:
+  """A mask or bias (..., h, t, s) as (b, h, t, s); a Mask as it is."""
+  if array is None or isinstance(array, masks.Mask):
+    return array
+  array = jnp.asarray(array)
+  lead = array.shape[:-3]
+  if len(batch) == 1 or not lead:
+    return array
+  full = (1,) * (len(batch) - len(lead)) + lead
+  fits = len(full) == len(batch) and all(
+    size in (1, whole) for size, whole in zip(full, batch, strict=True)
+  )
+  if not fits:
+    raise ValueError(
+      f'{name} of shape {array.shape} does not broadcast to (..., h, t, s) '
+      f'with batch dimensions {batch}; give each its size or 1'
+    )
+  array = jnp.broadcast_to(array, (*batch, *array.shape[-3:]))
+  return jnp.reshape(array, (-1, *array.shape[-3:]))
+
+
+def positions(
+  name: str, positions: Any, batch: tuple[int, ...], size: int
+) -> Array | None:
+  """Positions (..., length) or (length,) as (b, length) or (1, length)."""
+  array = masks.as_positions(
+    name, positions, (*batch, size), (1, size), (size,)
+  )
+  return None if array is None else jnp.reshape(array, (-1, size))

@@ -1,0 +1,256 @@
+"""Masks: what they allow, how they combine, where they travel."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl.testing import parameterized
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from oracles import assert_close, assert_same_bits, attention, booleans, normal
+
+from mha_jax.attention import masks, multihead_attention
+
+B, H, T, S = 2, 5, 3, 7
+DENSE_SHAPES = (
+  (T, S),
+  (H, T, S),
+  (B, 1, 1, S),
+  (B, 1, T, S),
+  (1, 1, T, S),
+  (B, H, T, S),
+  (1, H, 1, S),
+  (B, 1, T, 1),
+  (1, 1, 1, 1),
+)
+
+
+def whole(mask: masks.Mask, shape=(B, H, T, S)) -> np.ndarray:
+  """What a mask draws for every batch row and head, as booleans."""
+  b, h, t, s = shape
+  return np.array(
+    [
+      [
+        [[x == '■' for x in line.split()] for line in text.split('\n')]
+        for head in range(h)
+        if (text := mask.draw(t, s, batch=row, head=head))
+      ]
+      for row in range(b)
+    ]
+  )
+
+
+class DrawTest(parameterized.TestCase):
+  """The exact text of a drawing."""
+
+  def test_causal(self):
+    """A query sees its own position and those before."""
+    self.assertEqual(
+      masks.causal().draw(3, 5), '■ · · · ·\n■ ■ · · ·\n■ ■ ■ · ·'
+    )
+
+  def test_lengths(self):
+    """The first keys of each row, another number in each row."""
+    mask = masks.lengths([2, 0, 4])
+    self.assertEqual(mask.draw(2, 3), '■ ■ ·\n■ ■ ·')
+    self.assertEqual(mask.draw(2, 3, batch=1), '· · ·\n· · ·')
+    self.assertEqual(mask.draw(2, 3, batch=2, head=3), '■ ■ ■\n■ ■ ■')
+
+  def test_dense(self):
+    """A drawing per row and head; one head's array is drawn as it is."""
+    array = [[True, False, True], [False, False, True]]
+    self.assertEqual(masks.dense(array).draw(2, 3), '■ · ■\n· · ■')
+    two = np.stack([array, np.logical_not(array)])
+    self.assertEqual(masks.dense(two).draw(2, 3, head=1), '· ■ ·\n■ ■ ·')
+
+  def test_and_or(self):
+    """The intersection and the union."""
+    causal, short = masks.causal(), masks.lengths([2])
+    self.assertEqual((causal & short).draw(3, 3), '■ · ·\n■ ■ ·\n■ ■ ·')
+    self.assertEqual((causal | short).draw(3, 3), '■ ■ ·\n■ ■ ·\n■ ■ ■')
+
+  def test_precedence(self):
+    """As for booleans, & binds more strongly than |."""
+    corner = masks.dense([[False, False, True]])
+    mask = corner | masks.causal() & masks.lengths([1])
+    self.assertEqual(mask.draw(3, 3), '■ · ■\n■ · ■\n■ · ■')
+
+
+@pytest.mark.usefixtures('quick_compile')
+class CombineTest(parameterized.TestCase):
+  @parameterized.parameters(*DENSE_SHAPES)
+  def test_dense_broadcasts(self, *shape):
+    """A dense mask of any of these shapes means its broadcast."""
+    array = booleans(0, *shape)
+    wanted = np.broadcast_to(array, (B, H, T, S))
+    np.testing.assert_array_equal(whole(masks.dense(array)), wanted)
+
+  @given(
+    left=hnp.arrays(bool, (B, 1, T, S)),
+    right=hnp.arrays(bool, (H, 1, S)),
+    lengths=hnp.arrays(np.int32, (B,), elements=st.integers(0, S + 2)),
+  )
+  def test_algebra(self, left, right, lengths):
+    """& and | of masks are those of their booleans."""
+    a, b, c = masks.dense(left), masks.dense(right), masks.lengths(lengths)
+    short = (np.arange(S) < lengths[:, None])[:, None, None]
+    past = np.tri(T, S, dtype=bool)
+    np.testing.assert_array_equal(
+      whole((a | b) & c), (left | right) & short & np.ones((H, T, 1), bool)
+    )
+    np.testing.assert_array_equal(
+      whole(masks.causal() & a | b & c),
+      np.broadcast_to(past & left | right & short, (B, H, T, S)),
+    )
+
+  def test_numbers_of_flax_helpers(self):
+    """Nonzero may attend; masks, booleans and None come back as they are."""
+    got = masks.from_numbers([[0.0, 1.0, 2.0]])
+    self.assertEqual(got.dtype, jnp.bool_)
+    np.testing.assert_array_equal(got, [[False, True, True]])
+    for same in (None, masks.causal(), jnp.array([True, False])):
+      self.assertIs(masks.from_numbers(same), same)
+
+
+@pytest.mark.usefixtures('quick_compile')
+class TravelTest(parameterized.TestCase):
+  """Masks as arguments of transformed functions."""
+
+  def setUp(self):
+    super().setUp()
+    self.qkv = tuple(
+      normal(i, B, H, length, 2).astype(np.float32)
+      for i, length in enumerate((T, S, S))
+    )
+
+  def wanted(self, allowed):
+    return attention(*self.qkv, allowed=allowed).out
+
+  def test_jit(self):
+    """A mask is a pytree: new values do not compile anew."""
+    traces = []
+
+    @jax.jit
+    def f(mask):
+      traces.append(mask)
+      return multihead_attention(*self.qkv, mask=mask)
+
+    for seed in range(3):
+      array, lengths = booleans(seed, H, T, S), np.array([seed, seed + 2])
+      got = f(masks.dense(array) & masks.lengths(lengths))
+      short = np.arange(S) < lengths[:, None, None, None]
+      assert_close(got, self.wanted(array & short), 1e-5)
+    self.assertLen(traces, 1)
+
+  def test_vmap(self):
+    """vmap over masks is attention with each of them."""
+    arrays = booleans(0, 3, B, 1, T, S)
+    stacked = jax.vmap(masks.dense)(arrays)
+    got = jax.vmap(lambda m: multihead_attention(*self.qkv, mask=m))(stacked)
+    for i, array in enumerate(arrays):
+      assert_close(got[i], self.wanted(array), 1e-5)
+
+  def test_scan(self):
+    """Masks ride through lax.scan."""
+    lengths = jnp.array([[1, 2], [5, 7]])
+    stacked = jax.vmap(masks.lengths)(lengths)
+
+    def step(carry, mask):
+      return carry, multihead_attention(*self.qkv, mask=mask)
+
+    _, got = jax.lax.scan(step, None, stacked)
+    for i in range(2):
+      short = np.arange(S) < np.asarray(lengths)[i][:, None, None, None]
+      assert_close(got[i], self.wanted(short), 1e-5)
+
+  def test_lists_and_numpy(self):
+    """Nested lists serve as well as arrays."""
+    array = booleans(0, T, S)
+    got = multihead_attention(*self.qkv, mask=array.tolist())
+    assert_same_bits(got, multihead_attention(*self.qkv, mask=array))
+    got = multihead_attention(*self.qkv, mask=masks.lengths([3, 5]))
+    same = masks.lengths(np.array([3, 5]))
+    assert_same_bits(got, multihead_attention(*self.qkv, mask=same))
+
+
+@pytest.mark.usefixtures('quick_compile')
+class PositionsTest(parameterized.TestCase):
+  """Masks compare positions, where they are given."""
+
+  def setUp(self):
+    super().setUp()
+    self.qkv = tuple(
+      normal(i, B, H, length, 2).astype(np.float32)
+      for i, length in enumerate((T, S, S))
+    )
+
+  @parameterized.parameters(True, False)
+  def test_causal_goes_by_position(self, per_row: bool):
+    """Query positions shift causality; key positions may be in any order."""
+    at_q = np.array([[4, 0, 9], [2, 1, 3]])
+    at_k = np.array([[3, 0, 4, 8, 1, 7, 5], [6, 5, 4, 3, 2, 1, 0]])
+    if not per_row:
+      at_q, at_k = at_q[:1], at_k[:1]
+    got = multihead_attention(
+      *self.qkv,
+      mask=masks.causal(),
+      query_positions=at_q if per_row else at_q[0],
+      key_positions=at_k if per_row else at_k[0].tolist(),
+    )
+    allowed = at_k[:, None, None, :] <= at_q[:, None, :, None]
+    assert_close(got, attention(*self.qkv, allowed=allowed).out, 1e-5)
+
+  def test_continuation(self):
+    """The last queries of a sequence see all that is before them."""
+    got = multihead_attention(
+      *self.qkv, mask=masks.causal(), query_positions=np.arange(S - T, S)
+    )
+    allowed = np.tri(T, S, S - T, dtype=bool)
+    assert_close(got, attention(*self.qkv, allowed=allowed).out, 1e-5)
+
+  def test_lengths_and_dense_go_by_column(self):
+    """Positions do not move a dense mask or lengths."""
+    mask = masks.lengths([3, 5]) & masks.dense(booleans(0, T, S))
+    positions = {
+      'query_positions': np.arange(T) + 11,
+      'key_positions': np.arange(S)[::-1].copy(),
+    }
+    assert_same_bits(
+      multihead_attention(*self.qkv, mask=mask, **positions),
+      multihead_attention(*self.qkv, mask=mask),
+    )
+
+
+class ErrorsTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (lambda: masks.dense([[0.0, 1.0]]), r'mask has dtype float32.*mask != 0'),
+    (lambda: masks.dense([True]), r'mask of shape \(1,\) must have 2 to 4'),
+    (lambda: masks.dense(np.ones((1,) * 5, bool)), r'mask of shape .*2 to 4'),
+    (lambda: masks.lengths(3), r'lengths .*\(b,\), got int.*; pass'),
+    (lambda: masks.lengths([[3]]), r'lengths .*\(b,\), got .*\(1, 1\); pass'),
+    (lambda: masks.lengths([2.5]), r'lengths must be integers.*got float32'),
+  )
+  def test_bad_masks(self, make, message):
+    """What is no mask is refused with its dtype or shape."""
+    with self.assertRaisesRegex(ValueError, message):
+      make()
+
+  @parameterized.parameters('__and__', '__or__')
+  def test_only_masks_combine(self, operator: str):
+    """An array is not silently taken for a mask."""
+    with self.assertRaisesRegex(TypeError, r'wrap an array in masks\.dense'):
+      getattr(masks.causal(), operator)(np.ones((3, 3), bool))
+
+  @parameterized.parameters('left', 'right')
+  def test_combined_masks_are_checked(self, side: str):
+    """A wrong shape is found inside & and |."""
+    wrong, causal = masks.lengths([1, 2, 3]), masks.causal()
+    x = np.ones((2, 1, 3, 1), np.float32)
+    for mask in (
+      (wrong & causal, wrong | causal)
+      if side == 'left'
+      else (causal & wrong, causal | wrong)
+    ):
+      with self.assertRaisesRegex(ValueError, r'lengths of shape \(3,\)'):
+        multihead_attention(x, x, x, mask=mask)

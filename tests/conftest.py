@@ -1,0 +1,66 @@
+"""What all tests share: run-time shape checks, hypothesis profiles, parity."""
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+
+import hypothesis
+import jax
+import pytest
+from jaxtyping import install_import_hook
+
+if 'mha_jax.attention' in sys.modules:
+  raise RuntimeError('mha_jax.attention was imported before its import hook')
+# Shaped annotations are checked at every call while testing.
+install_import_hook('mha_jax.attention', 'beartype.beartype')
+
+jax.config.update('jax_numpy_rank_promotion', 'raise')
+
+HAS_TORCH = importlib.util.find_spec('torch') is not None
+collect_ignore_glob = [] if HAS_TORCH else ['parity/*']
+
+_SETTINGS = {
+  'deadline': None,
+  'suppress_health_check': [hypothesis.HealthCheck.too_slow],
+}
+hypothesis.settings.register_profile(
+  'ci', max_examples=12, derandomize=True, database=None, **_SETTINGS
+)
+hypothesis.settings.register_profile('deep', max_examples=300, **_SETTINGS)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+  parser.addoption(
+    '--deep',
+    action='store_true',
+    help='hypothesis: many random examples a test instead of a few fixed ones',
+  )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+  hypothesis.settings.load_profile(
+    'deep' if config.getoption('--deep') else 'ci'
+  )
+
+
+@pytest.fixture(scope='class')
+def quick_compile(request: pytest.FixtureRequest) -> Iterator[None]:
+  """Compiles without XLA's optimisations: twice as fast a test.
+
+  For comparisons up to rounding; --deep compiles as users do.
+  """
+  before = jax.config.read('jax_disable_most_optimizations')
+  quick = not request.config.getoption('--deep')
+  jax.config.update('jax_disable_most_optimizations', quick)
+  yield
+  jax.config.update('jax_disable_most_optimizations', before)
+
+
+def pytest_terminal_summary(
+  terminalreporter: pytest.TerminalReporter,
+) -> None:
+  if not HAS_TORCH:
+    terminalreporter.write_line(
+      'parity tests not run: PyTorch is not installed; install with: '
+      "pip install -e '.[parity]'"
+    )
