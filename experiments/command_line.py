@@ -74,10 +74,16 @@ def load_config(source: str) -> ConfigDict:
   module = importlib.util.module_from_spec(spec)
   try:
     spec.loader.exec_module(module)
-    return module.get_config(*([variants] if colon else []))
+    config = module.get_config(*([variants] if colon else []))
   except Exception as error:  # the file may hold any code
     kind = '' if isinstance(error, ValueError) else f'{type(error).__name__}: '
     raise ValueError(f'--config={source}: {kind}{error}') from error
+  if not isinstance(config, ConfigDict):
+    raise ValueError(
+      f'--config={source}: get_config must return a ConfigDict, not a '
+      f'{type(config).__name__}'
+    )
+  return config
 
 
 def positive_ints(name: str, values: list[str]) -> list[int]:

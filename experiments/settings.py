@@ -9,6 +9,17 @@ from mha_jax.decoder import DecoderConfig
 from mha_jax.tasks import CopyTask
 from mha_jax.training.train import Experiment, OptimizerConfig, TrainConfig
 
+SECTIONS = ('name', 'task', 'model', 'optimizer', 'train')
+
+
+def check_sections(config: ConfigDict) -> None:
+  """Raises a ValueError unless the config has all its sections."""
+  missing = [name for name in SECTIONS if name not in config]
+  if missing:
+    raise ValueError(
+      f'--config: the file gives no {missing}; a config has {SECTIONS}'
+    )
+
 
 def experiment_from(config: ConfigDict) -> Experiment:
   """The experiment that a config describes.
@@ -16,6 +27,7 @@ def experiment_from(config: ConfigDict) -> Experiment:
   Raises:
     ValueError: a value does not fit; the message names the section.
   """
+  check_sections(config)
   task = _build('task', CopyTask, config.task)
   sizes = {'vocab_size': task.vocab_size, 'max_len': task.max_len}
   return Experiment(
@@ -30,11 +42,12 @@ def workdir_from(flag: str | None, name: str) -> pathlib.Path:
   """The run's folder: the flag, or runs/<name>.
 
   Raises:
-    ValueError: the path is there and no folder.
+    ValueError: the path is a file, or lies below one.
   """
   workdir = pathlib.Path(flag or pathlib.Path('runs') / name)
-  if workdir.exists() and not workdir.is_dir():
-    raise ValueError(f'--workdir={workdir} is a file; name a folder')
+  for path in (workdir, *workdir.parents):
+    if path.is_file():
+      raise ValueError(f'--workdir={workdir}: {path} is a file; name a folder')
   return workdir
 
 

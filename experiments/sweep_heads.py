@@ -70,9 +70,15 @@ class Settings:
 
 def parse() -> Settings:
   config = flags.FLAGS.config
+  settings.check_sections(config)
   heads = command_line.positive_ints('n_heads', N_HEADS.value)
   if not THRESHOLD.value > 0:
     raise ValueError(f'--threshold={THRESHOLD.value} must be positive')
+  if config.train.seed + SEEDS.value > 2**32:
+    raise ValueError(
+      f'--seeds={SEEDS.value} from --config.train.seed={config.train.seed} on '
+      'must stay below 2^32'
+    )
   seeds = tuple(range(config.train.seed, config.train.seed + SEEDS.value))
   points = tuple(
     Point(settings.experiment_from(_with_heads(config, h)), seeds)

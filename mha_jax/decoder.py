@@ -79,6 +79,10 @@ class DecoderConfig:
       raise ValueError(f'positions={self.positions!r} must be in {POSITIONS}')
     if self.dtype not in DTYPES:
       raise ValueError(f'dtype={self.dtype!r} must be in {DTYPES}')
+    if self.dtype == 'float64' and jnp.result_type(float) != jnp.float64:
+      raise ValueError(
+        f'dtype={self.dtype!r} needs 64-bit JAX; set JAX_ENABLE_X64=1'
+      )
     if self.attention not in ATTENTION:
       raise ValueError(
         f'attention={self.attention!r} must be in {tuple(ATTENTION)}'
@@ -208,7 +212,11 @@ class DecoderLM(nn.Module):
         f'tokens must be integers of shape (b, t), got {tokens.dtype} of shape '
         f'{tokens.shape}'
       )
-    t = tokens.shape[1]
+    b, t = tokens.shape
+    input_positions = masks.as_positions(
+      'input_positions', input_positions, (b, t), (1, t), (t,)
+    )
+    gates = _gates_by_layer(config, head_gates)
     x = nn.Embed(
       config.vocab_size, config.d_model, dtype=config.dtype, name='embed'
     )(tokens)
@@ -219,19 +227,33 @@ class DecoderLM(nn.Module):
           "positions; raise max_len or use positions='rope'"
         )
       positions = jnp.arange(t) if input_positions is None else input_positions
-      rows = jnp.reshape(jnp.asarray(positions), (-1, t))
+      rows = jnp.reshape(positions, (-1, t))
       x = x + nn.Embed(
         config.max_len, config.d_model, dtype=config.dtype, name='positions'
       )(rows)
     extra = masks.as_mask(masks.from_numbers(mask))
     allowed = masks.causal() if extra is None else masks.causal() & extra
     for layer in range(config.num_layers):
-      gates = None if head_gates is None else jnp.asarray(head_gates)[layer]
       x = Block(config, name=f'block_{layer}')(
-        x, allowed, deterministic, input_positions, gates, sow_weights
+        x, allowed, deterministic, input_positions, gates[layer], sow_weights
       )
     x = nn.RMSNorm(dtype=config.dtype, name='norm')(x)
     logits = nn.Dense(
       config.vocab_size, use_bias=False, dtype=config.dtype, name='output'
     )(x)
     return logits.astype(jnp.float32)
+
+
+def _gates_by_layer(
+  config: DecoderConfig, head_gates: Any
+) -> list[jax.Array | None]:
+  """The gates (h,) of each layer; None: none."""
+  if head_gates is None:
+    return [None] * config.num_layers
+  gates = jnp.asarray(head_gates)
+  wanted = (config.num_layers, config.num_heads)
+  if gates.shape != wanted:
+    raise ValueError(
+      f'head_gates of shape {gates.shape} must be (num_layers, h) = {wanted}'
+    )
+  return list(gates)

@@ -45,6 +45,7 @@ class Recorder:
     step: int = 0,
     tensorboard: bool = False,
   ):
+    writer = event_writer() if tensorboard else None
     workdir.mkdir(parents=True, exist_ok=True)
     config = as_json(config)
     check_same_config(workdir, config)
@@ -56,8 +57,8 @@ class Recorder:
     self.last: dict[str, float] = kept[-1] if kept else {}
     self._file = path.open('a')
     self._tensorboard = (
-      event_writer()(str(workdir / 'tensorboard'), purge_step=step + 1)
-      if tensorboard
+      writer(str(workdir / 'tensorboard'), purge_step=step + 1)
+      if writer
       else None
     )
 

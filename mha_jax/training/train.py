@@ -52,7 +52,8 @@ class OptimizerConfig:
     for name in ('b1', 'b2', 'final_fraction'):
       value = getattr(self, name)
       if not 0 <= value <= 1 or (name != 'final_fraction' and value == 1):
-        raise ValueError(f'{name}={value} must lie in [0, 1)')
+        end = ']' if name == 'final_fraction' else ')'
+        raise ValueError(f'{name}={value} must lie in [0, 1{end}')
     for name in ('warmup_steps', 'weight_decay'):
       value = getattr(self, name)
       if not (math.isfinite(value) and value >= 0):
