@@ -45,13 +45,13 @@ def run(
     rest = flags.FLAGS(arguments)
     if len(rest) > 1:
       raise ValueError(f'unknown argument {rest[1]!r}; flags start with --')
-    if wants_help:
-      print(_help(source))
-      sys.exit(0)
-    settings = parse()
+    settings = None if wants_help else parse()
   except USER_ERRORS as error:
     print(f'error: {" ".join(str(error).split())}', file=sys.stderr)
     sys.exit(2)
+  if settings is None:
+    print(_help(source))
+    sys.exit(0)
   sys.exit(main(settings))
 
 

@@ -106,22 +106,26 @@ def main(chosen: Settings) -> int:
       if done.get(point.key, {}).get('status') == 'finished':
         continue
       row = measure(point, request)
+      if row is not None:
+        done[point.key] = row
+        text = ''.join(json.dumps(x) + '\n' for x in done.values())
+        record.write_text(path, text)
       if request.signal is not None:
         print(
           f'{request.signal.name}: stopped; finished head counts are kept in '
           f'{path}, and the same command goes on'
         )
         return command_line.exit_code(request.signal)
-      done[point.key] = row
-      text = ''.join(json.dumps(x) + '\n' for x in done.values())
-      record.write_text(path, text)
   rows = [done[point.key] for point in chosen.points]
   report(rows, chosen)
   return 0 if all(row['status'] == 'finished' for row in rows) else 1
 
 
-def measure(point: Point, request: StopRequest) -> dict[str, Any]:
-  """Trains a point; a failure comes back as a row that says so."""
+def measure(point: Point, request: StopRequest) -> dict[str, Any] | None:
+  """Trains a point; a failure comes back as a row that says so.
+
+  None where a stop was requested before the end.
+  """
   head = {
     'key': point.key,
     'n_heads': point.experiment.model.num_heads,
@@ -129,21 +133,22 @@ def measure(point: Point, request: StopRequest) -> dict[str, Any]:
     'seeds': list(point.seeds),
   }
   try:
-    return head | {'status': 'finished'} | train_seeds(point, request)
+    numbers = train_seeds(point, request)
   except Exception as error:  # whatever it is, the other points go on
     first = str(error).strip().splitlines()[:1]
     text = f'{type(error).__name__}: {"".join(first)}'
     return head | {'status': 'failed', 'error': text}
+  return numbers and head | {'status': 'finished'} | numbers
 
 
-def train_seeds(point: Point, request: StopRequest) -> dict[str, Any]:
+def train_seeds(point: Point, request: StopRequest) -> dict[str, Any] | None:
   """Trains all seeds in one program; numbers lead with the seed.
 
   Returns:
     params (count), steps_per_s (all seeds together take such a step),
     final_loss and final_accuracy (seeds,) on the evaluation batches, loss and
-    accuracy (seeds, steps) of the training batches. Empty where a stop was
-    requested.
+    accuracy (seeds, steps) of the training batches. None where a stop was
+    requested before the last step.
 
   Raises:
     FloatingPointError: a loss is not finite.
@@ -166,8 +171,8 @@ def train_seeds(point: Point, request: StopRequest) -> dict[str, Any]:
       if not np.all(np.isfinite(latest['loss'])):
         raise FloatingPointError(f'the loss is not finite before step {step}')
       bar.update(step, {k: float(np.median(x)) for k, x in latest.items()})
-      if request.signal is not None:
-        return {}
+      if request.signal is not None and step < config.steps:
+        return None
   evaluate = functools.partial(train.evaluate, experiment)
   final = jax.jit(jax.vmap(evaluate))(keys, state.params)
   curves = {

@@ -63,7 +63,7 @@ class CopyTask:
     if self.pairs and (self.length % 2 or shortest % 2):
       raise ValueError(
         f'length={self.length} and min_length={self.min_length} must be even '
-        f'with pairs=True; nearest: {self.length + self.length % 2}'
+        'with pairs=True; add 1 to the odd one'
       )
 
   @property

@@ -126,8 +126,8 @@ def _loop(
       recorder.write(step, metrics)
       bar.update(step, {name: metrics[name] for name in ('loss', 'accuracy')})
       every = config.checkpoint_every
-      crossed = step // every > (step - num_steps) // every
-      if crossed or step == config.steps or request.signal is not None:
+      if step // every > (step - num_steps) // every:
         checkpoints.save(step, state)
+  checkpoints.save(step, state)
   stopped_by = request.signal if step < config.steps else None
   return Outcome(step, recorder.last, state.params, stopped_by)

@@ -1,0 +1,233 @@
+"""The command line of all experiments. This module starts processes."""
+
+import pathlib
+import signal
+import tempfile
+
+import scripts
+from absl.testing import parameterized
+
+from experiments import command_line, sweep_heads, train
+
+SCRIPTS = {'train': train, 'sweep_heads': sweep_heads}
+OWN_FLAGS = {
+  'train': ('--tensorboard',),
+  'sweep_heads': ('--n_heads=', '--seeds=', '--threshold='),
+}
+
+BAD_CALLS = {
+  'unknown_flag': (['--nheads=3'], ['nheads']),
+  'unknown_field': (
+    ['--config.model.num_head=3'],
+    ['--config.model.num_head:', 'no such field', 'model.num_heads'],
+  ),
+  'unknown_section': (['--config.modle.x=3'], ['--config.modle.x']),
+  'a_section': (['--config.model=3'], ['--config.model']),
+  'wrong_type': (['--config.model.num_heads=two'], ['num_heads', 'two']),
+  'wrong_type_of_a_float': (
+    ['--config.optimizer.learning_rate=fast'],
+    ['learning_rate', 'fast'],
+  ),
+  'wrong_type_of_none': (['--config.task.min_length=x'], ['min_length', 'x']),
+  'wrong_bool': (['--config.task.pairs=perhaps'], ['pairs', 'perhaps']),
+  'missing_config': (['--config=configs/no.py'], ['--config=configs/no.py']),
+  'a_folder': (['--config=configs'], ['--config=configs', 'no file']),
+  'no_python': (['--config=pyproject.toml'], ['--config=pyproject.toml']),
+  'no_get_config': (['--config=configs/__init__.py'], ['get_config']),
+  'empty_config': (['--config='], ['--config=']),
+  'no_config': (['--config'], ['--config=']),
+  'bad_variant': (
+    ['--config=configs/copy_task.py:huge'],
+    ['huge', 'tiny', '--config='],
+  ),
+  'bad_value': (
+    ['--config.train.steps=0'],
+    ['--config.train', 'steps=0', 'positive'],
+  ),
+  'bad_rate': (
+    ['--config.model.dropout_rate=1.5'],
+    ['--config.model', 'dropout_rate=1.5'],
+  ),
+  'bad_softcap': (
+    ['--config.model.logit_softcap=-1'],
+    ['--config.model', 'logit_softcap=-1'],
+  ),
+  'no_float64': (
+    ['--config.model.dtype=float64'],
+    ['dtype', 'float64', 'JAX_ENABLE_X64'],
+  ),
+  'indivisible': (
+    ['--config.model.num_heads=3', '--n_heads=3'],
+    ['num_heads=3', 'd_model=16', 'nearest: 2, 4'],
+  ),
+  'stray': (['8'], ["'8'"]),
+}
+BAD_SWEEPS = {
+  'no_number': (['--n_heads=1,x'], ['--n_heads=1,x', '1,2,4']),
+  'zero': (['--n_heads=0'], ['--n_heads=0', 'positive']),
+  'none': (['--n_heads='], ['--n_heads=', 'positive']),
+  'indivisible': (['--n_heads=1,3'], ['num_heads=3 must divide d_model=16']),
+  'no_seeds': (['--seeds=0'], ['seeds', '0']),
+  'half_a_seed': (['--seeds=1.5'], ['seeds', '1.5']),
+  'big_seed': (
+    ['--config.train.seed=4294967295', '--seeds=2'],
+    ['seed', '4294967295'],
+  ),
+  'threshold': (['--threshold=0'], ['--threshold=0', 'positive']),
+  'nan': (['--threshold=nan'], ['--threshold=nan', 'positive']),
+}
+
+
+class BadCallsTest(parameterized.TestCase):
+  """Each ends with code 2 and one line that names the argument."""
+
+  def check(self, script, arguments, words):
+    folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
+    workdir = folder / 'run'
+    result = scripts.call(
+      script, scripts.TINY, f'--workdir={workdir}', *arguments
+    )
+    self.assertEqual(result.code, 2, result)
+    self.assertEqual(result.out, '')
+    self.assertEqual(result.err.count('\n'), 1, result.err)
+    self.assertStartsWith(result.err, 'error: ')
+    self.assertEndsWith(result.err, '\n')
+    for word in words:
+      self.assertIn(word, result.err)
+    self.assertEmpty([*folder.iterdir()])
+
+  @parameterized.named_parameters(
+    (f'{script}_{name}', SCRIPTS[script], *case)
+    for script in SCRIPTS
+    for name, case in BAD_CALLS.items()
+    if (script, name) != ('train', 'indivisible')
+  )
+  def test_both(self, script, arguments, words):
+    self.check(script, arguments, words)
+
+  @parameterized.named_parameters(
+    (name, *case) for name, case in BAD_SWEEPS.items()
+  )
+  def test_sweep(self, arguments, words):
+    self.check(sweep_heads, arguments, words)
+
+  def test_train_indivisible(self):
+    self.check(
+      train, ['--config.model.num_heads=3'], ['num_heads=3', 'nearest: 2, 4']
+    )
+
+  @parameterized.named_parameters(
+    (f'{name}_{kind}', script, below)
+    for name, script in SCRIPTS.items()
+    for kind, below in (('file', ''), ('below', 'x'))
+  )
+  def test_workdir(self, script, below):
+    """A workdir that is a file, or lies below one."""
+    with tempfile.NamedTemporaryFile() as file:
+      path = pathlib.Path(file.name) / below
+      result = scripts.call(script, scripts.TINY, f'--workdir={path}')
+    self.assertEqual(result.code, 2)
+    self.assertEqual(result.err.count('\n'), 1, result.err)
+    self.assertIn(f'--workdir={path}', result.err)
+
+  def test_a_call_leaves_no_flags(self):
+    """The helper of these tests: an override does not reach the next call."""
+    for value in ('x', 'y'):
+      result = scripts.call(train, f'--config.model.num_heads={value}')
+      self.assertIn(value, result.err)
+
+
+class ProcessesTest(parameterized.TestCase):
+  """The same as a user's shell sees it."""
+
+  def test_help(self):
+    """Exit code 0; the script's words, its own flags, then the fields."""
+    processes = {
+      name: scripts.start(f'experiments.{name}', '--help', scripts.TINY)
+      for name in SCRIPTS
+    }
+    for name, process in processes.items():
+      result = scripts.finish(process)
+      self.assertEqual((result.code, result.err), (0, ''))
+      self.assertStartsWith(result.out, SCRIPTS[name].__doc__.strip()[:40])
+      order = (
+        'Flags:',
+        scripts.TINY,
+        *OWN_FLAGS[name],
+        '--workdir',
+        'Fields of the config',
+        'model.d_model=16',
+        'optimizer.learning_rate=0.003',
+        'task.min_length=None',
+        'train.steps=40',
+      )
+      start = result.out.index('Flags:')
+      places = [result.out.index(word, start) for word in order]
+      self.assertEqual(places, sorted(places))
+      other = OWN_FLAGS['train' if name == 'sweep_heads' else 'sweep_heads']
+      self.assertNotIn(other[0], result.out[start:])
+
+  def test_bad_flag(self):
+    """Exit code 2 and one line, no traceback."""
+    process = scripts.start('experiments.train', '--config.model.num_heads=3')
+    result = scripts.finish(process)
+    self.assertEqual((result.code, result.out), (2, ''))
+    self.assertEqual(result.err.count('\n'), 1)
+    self.assertIn('num_heads=3', result.err)
+
+
+class LoadConfigTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
+    self.path = folder / 'own.py'
+
+  @parameterized.parameters(
+    ('1 / 0', 'ZeroDivisionError: division by zero'),
+    ('def get_config(): raise ValueError("no luck")', 'own.py: no luck'),
+    ('def get_config(:', 'SyntaxError'),
+    ('import not_there', "No module named 'not_there'"),
+    ('def get_config(): pass', 'get_config'),
+  )
+  def test_errors(self, text, message):
+    """Whatever the file does is one ValueError that names the file."""
+    self.path.write_text(text)
+    with self.assertRaisesRegex(ValueError, message) as caught:
+      command_line.load_config(str(self.path))
+    self.assertIn(f'--config={self.path}', str(caught.exception))
+
+  @parameterized.parameters(*SCRIPTS.values())
+  def test_a_section_is_missing(self, script):
+    """A config without what the script reads: code 2 and one line."""
+    self.path.write_text(
+      'from ml_collections import ConfigDict\n'
+      'def get_config(): return ConfigDict({"task": {"length": 3}})\n'
+    )
+    result = scripts.call(
+      script, f'--config={self.path}', f'--workdir={self.path.parent}/run'
+    )
+    self.assertEqual(result.code, 2)
+    self.assertEqual(result.err.count('\n'), 1)
+
+  def test_variants(self):
+    """What follows the colon is the file's, or nothing is passed."""
+    self.path.write_text(
+      'from ml_collections import ConfigDict\n'
+      'def get_config(x="none"): return ConfigDict({"x": x})\n'
+    )
+    for suffix, wanted in (('', 'none'), (':', ''), (':a,b', 'a,b')):
+      config = command_line.load_config(f'{self.path}{suffix}')
+      self.assertEqual(config.x, wanted)
+
+
+class SmallPartsTest(parameterized.TestCase):
+  def test_positive_ints(self):
+    self.assertEqual(command_line.positive_ints('n', ['4', ' 1']), [4, 1])
+    for bad in ([], ['x'], ['1', '-2'], ['1.5'], ['']):
+      with self.assertRaisesRegex(ValueError, f'--n={",".join(bad)} must be'):
+        command_line.positive_ints('n', bad)
+
+  def test_exit_code(self):
+    """A shell's 128 + 2 after Ctrl-C; SIGTERM is a clean stop."""
+    self.assertEqual(command_line.exit_code(signal.SIGTERM), 0)
+    self.assertEqual(command_line.exit_code(signal.SIGINT), 130)

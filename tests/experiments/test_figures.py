@@ -1,0 +1,116 @@
+"""The figure of the sweep: written without warnings, and what it holds."""
+
+import pathlib
+import struct
+import tempfile
+from unittest import mock
+
+import numpy as np
+from absl.testing import parameterized
+from matplotlib.figure import Figure
+
+from experiments import figures, reports
+
+STEPS = 30
+
+
+def row(n_heads: int, ends) -> dict:
+  """A point whose losses fall from 3 to each of ends."""
+  losses = [np.geomspace(3, end, STEPS).tolist() for end in ends]
+  return {
+    'n_heads': n_heads,
+    'head_dim': 64 // n_heads,
+    'params': 1,
+    'seeds': list(range(len(ends))),
+    'final_loss': [loss[-1] for loss in losses],
+    'final_accuracy': [0.5] * len(ends),
+    'steps_per_s': 1.0,
+    'loss': losses,
+  }
+
+
+FAST, SLOW, SOME, NEVER = (0.01, 0.02), (0.04, 0.049), (0.04, 0.3), (0.3, 0.4)
+
+
+class SweepHeadsTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    folder = self.enter_context(tempfile.TemporaryDirectory())
+    self.path = pathlib.Path(folder) / 'figure.png'
+
+  def draw(self, *points):
+    """Draws 1, 2, 4, ... heads; the figure's two axes."""
+    rows = [row(2**i, ends) for i, ends in enumerate(points)]
+    summaries = [reports.summarise(x, 0.05) for x in rows]
+    drawn = []
+
+    def savefig(figure, *args, **kwargs):
+      drawn.append(figure)
+      return save(figure, *args, **kwargs)
+
+    save = Figure.savefig
+    with mock.patch.object(Figure, 'savefig', savefig):
+      figures.sweep_heads(rows, summaries, 0.05, 'a task', self.path)
+    self.figure = drawn[0]
+    return rows, summaries, *self.figure.axes
+
+  @parameterized.named_parameters(
+    ('reached', FAST, SLOW, SLOW),
+    ('some_never', FAST, SOME, NEVER),
+    ('never', NEVER, NEVER),
+    ('one_point', FAST),
+    ('one_point_never', NEVER),
+    ('one_seed', FAST[:1], SLOW[:1]),
+    ('five_points', FAST, FAST, SLOW, SOME, NEVER),
+  )
+  def test_png(self, *points):
+    """A PNG of the right size; labels, scales and a tick a head count."""
+    _, _, curves, speed = self.draw(*points)
+    data = self.path.read_bytes()
+    self.assertStartsWith(data, b'\x89PNG\r\n\x1a\n')
+    width, height = struct.unpack('>II', data[16:24])
+    self.assertGreater(width, 1000)
+    self.assertGreater(height, 500)
+    self.assertEqual(curves.get_yscale(), 'log')
+    self.assertIn('nats', curves.get_ylabel())
+    self.assertEqual(curves.get_xlabel(), 'step')
+    self.assertEqual(speed.get_xlabel(), 'n_heads')
+    self.assertIn('0.05', speed.get_ylabel())
+    ticks = [label.get_text() for label in speed.get_xticklabels()]
+    self.assertEqual(ticks, [str(2**i) for i in range(len(points))])
+    title = self.figure.get_suptitle()
+    seeds = len(points[0])
+    self.assertStartsWith(title, f'a task, {seeds} seed{"s" * (seeds > 1)}:')
+
+  def test_curves(self):
+    """A curve a head count: the median, in a band from least to greatest."""
+    rows, _, curves, _ = self.draw(FAST, SLOW, NEVER)
+    legend = [text.get_text() for text in curves.get_legend().get_texts()]
+    self.assertEqual(legend, ['1', '2', '4'])
+    lines = [x for x in curves.get_lines() if len(x.get_xdata()) == STEPS]
+    for x, line, band in zip(rows, lines, curves.collections, strict=True):
+      np.testing.assert_array_equal(line.get_xdata(), np.arange(1, STEPS + 1))
+      np.testing.assert_allclose(line.get_ydata(), np.median(x['loss'], axis=0))
+      (path,) = band.get_paths()
+      self.assertAlmostEqual(path.vertices[:, 1].min(), np.min(x['loss']))
+
+  def test_steps_to_threshold(self):
+    """Medians where they are known, a triangle where a seed never got there."""
+    _, summaries, _, speed = self.draw(FAST, SLOW, SOME, NEVER)
+    lines = {line.get_marker(): line for line in speed.get_lines()}
+    np.testing.assert_array_equal(lines['o'].get_xdata(), [1, 2])
+    np.testing.assert_array_equal(
+      lines['o'].get_ydata(),
+      [x['steps_to_threshold_median'] for x in summaries[:2]],
+    )
+    np.testing.assert_array_equal(lines['^'].get_xdata(), [4, 8])
+    np.testing.assert_array_equal(lines['^'].get_ydata(), [STEPS, STEPS])
+    self.assertIn(
+      f'{STEPS} steps', speed.get_legend().get_texts()[0].get_text()
+    )
+
+  def test_no_triangle_unless_needed(self):
+    """All reached: no marker, no legend."""
+    _, _, _, speed = self.draw(FAST, SLOW)
+    self.assertNotIn('^', [line.get_marker() for line in speed.get_lines()])
+    self.assertIsNone(speed.get_legend())

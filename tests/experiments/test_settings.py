@@ -1,0 +1,83 @@
+"""From a ConfigDict to frozen dataclasses."""
+
+import pathlib
+import tempfile
+
+from absl.testing import parameterized
+
+from configs import copy_task
+from experiments import settings
+from mha_jax.decoder import DecoderConfig
+from mha_jax.tasks import CopyTask
+from mha_jax.training.train import OptimizerConfig, TrainConfig
+
+
+class ExperimentTest(parameterized.TestCase):
+  def test_every_field_arrives(self):
+    """A value of each section, and the sizes that the task dictates."""
+    config = copy_task.get_config()
+    config.update_from_flattened_dict(
+      {
+        'task.length': 6,
+        'task.pairs': True,
+        'task.num_symbols': 3,
+        'model.num_heads': 8,
+        'model.normalize_qk': 'rms',
+        'optimizer.b2': 0.9,
+        'train.seed': 5,
+      }
+    )
+    experiment = settings.experiment_from(config)
+    self.assertEqual(experiment.task, CopyTask(6, 3, pairs=True))
+    self.assertEqual(
+      experiment.model,
+      DecoderConfig(14, 9, num_heads=8, normalize_qk='rms'),
+    )
+    self.assertEqual(experiment.optimizer, OptimizerConfig(b2=0.9))
+    self.assertEqual(experiment.train, TrainConfig(seed=5, steps=300))
+
+  @parameterized.parameters(
+    ('task.length', 0, '--config.task: length=0 must be'),
+    (
+      'model.num_heads',
+      3,
+      '--config.model: num_heads=3 must divide d_model=64',
+    ),
+    ('optimizer.b1', 2.0, '--config.optimizer: b1=2.0 must lie'),
+    ('train.steps', 0, '--config.train: steps=0 must be'),
+    ('train.steps', 20, 'optimizer.warmup_steps=20 must be below train.steps'),
+  )
+  def test_errors_name_the_section(self, name, value, message):
+    """Section, field, value and what it must be."""
+    config = copy_task.get_config()
+    config.update_from_flattened_dict({name: value})
+    with self.assertRaisesRegex(ValueError, message):
+      settings.experiment_from(config)
+
+  def test_a_field_that_the_library_lacks(self):
+    """A config file's own mistake is named too."""
+    config = copy_task.get_config()
+    with config.unlocked():
+      config.model.depth = 3
+    with self.assertRaisesRegex(ValueError, "--config.model: .*'depth'"):
+      settings.experiment_from(config)
+
+
+class WorkdirTest(parameterized.TestCase):
+  def test_default(self):
+    """runs/<name>."""
+    self.assertEqual(
+      settings.workdir_from(None, 'copy_task'), pathlib.Path('runs/copy_task')
+    )
+
+  def test_flag(self):
+    """A folder that is there or not; a file, or below one, is refused."""
+    folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
+    for path in (folder, folder / 'a' / 'b'):
+      self.assertEqual(settings.workdir_from(str(path), 'x'), path)
+      self.assertEqual([*folder.iterdir()], [])
+    file = folder / 'file'
+    file.write_text('')
+    for path in (file, file / 'below'):
+      with self.assertRaisesRegex(ValueError, f'--workdir={path}.* a file'):
+        settings.workdir_from(str(path), 'x')

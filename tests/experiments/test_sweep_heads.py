@@ -1,0 +1,365 @@
+"""The sweep over head counts, in this process."""
+
+import csv
+import json
+import math
+import os
+import pathlib
+import signal
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scripts
+from absl.testing import parameterized
+
+from configs import copy_task
+from experiments import sweep_heads
+from experiments.settings import experiment_from
+from mha_jax.training import train
+
+STEPS, SEEDS = 10, [3, 4]
+OVERRIDES = (
+  '--n_heads=4,1,4',
+  '--seeds=2',
+  '--threshold=1.5',
+  '--config.train.seed=3',
+  f'--config.train.steps={STEPS}',
+  '--config.train.steps_per_dispatch=5',
+)
+FILES = {'env.json', 'results.jsonl', 'results.csv', 'sweep_heads.png'}
+train_seeds = sweep_heads.train_seeds
+
+
+def call(workdir: pathlib.Path, *more: str) -> scripts.Result:
+  return scripts.call(
+    sweep_heads, scripts.TINY, f'--workdir={workdir}', *OVERRIDES, *more
+  )
+
+
+def training(stub):
+  """Replaces the training of a point by stub(point, request)."""
+  return mock.patch.object(sweep_heads, 'train_seeds', stub)
+
+
+def counted(trained: list[int]):
+  """The real training, which also notes the head counts it was called with."""
+
+  def train_and_note(point, request):
+    trained.append(point.experiment.model.num_heads)
+    return train_seeds(point, request)
+
+  return train_and_note
+
+
+def read(workdir: pathlib.Path) -> list[dict]:
+  lines = (workdir / 'results.jsonl').read_text().splitlines()
+  return [json.loads(line) for line in lines]
+
+
+def write(workdir: pathlib.Path, rows: list[dict], torn: str = '') -> None:
+  workdir.mkdir(exist_ok=True)
+  text = ''.join(json.dumps(row) + '\n' for row in rows)
+  (workdir / 'results.jsonl').write_text(text + torn)
+
+
+def recorded(row: dict) -> dict:
+  """What training returned for a row."""
+  head = ('key', 'n_heads', 'head_dim', 'seeds', 'status')
+  return {name: x for name, x in row.items() if name not in head}
+
+
+def numbers(rows: list[dict]) -> dict[int, dict]:
+  """The rows by head count, without the speed."""
+  return {
+    row['n_heads']: {k: x for k, x in row.items() if k != 'steps_per_s'}
+    for row in rows
+  }
+
+
+@pytest.fixture(scope='module', autouse=True)
+def first(tmp_path_factory):
+  """A whole sweep, which the tests below read or go on from."""
+  SweepTestCase.folder = tmp_path_factory.mktemp('sweep')
+  SweepTestCase.workdir = SweepTestCase.folder / 'first'
+  SweepTestCase.trained = []
+  with scripts.quick_compilation():
+    with training(counted(SweepTestCase.trained)):
+      SweepTestCase.first = call(SweepTestCase.workdir)
+    SweepTestCase.rows = read(SweepTestCase.workdir)
+    yield
+
+
+class SweepTestCase(parameterized.TestCase):
+  folder: pathlib.Path
+  workdir: pathlib.Path
+  first: scripts.Result
+  trained: list[int]
+  rows: list[dict]
+
+
+class SweepTest(SweepTestCase):
+  def never(self, point, request):
+    raise AssertionError('trained again')
+
+  def test_output(self):
+    """Progress, a table, a sentence, and where the files are."""
+    self.assertEqual(self.first.code, 0, self.first)
+    self.assertEqual(self.trained, [1, 4])
+    for part in ('n_heads', 'head_dim', 'loss < 1.5', 'steps/s', 'More heads'):
+      self.assertIn(part, self.first.out)
+    self.assertIn(f'recorded in {self.workdir}', self.first.out)
+    for part in (' 1 heads  10/10', ' 4 heads  10/10', 'loss', 'steps/s'):
+      self.assertIn(part, self.first.err)
+    self.assertEqual({path.name for path in self.workdir.iterdir()}, FILES)
+    png = (self.workdir / 'sweep_heads.png').read_bytes()
+    self.assertStartsWith(png, b'\x89PNG\r\n')
+
+  def test_rows(self):
+    """results.jsonl: a line a point, numbers by seed."""
+    self.assertLen({row['key'] for row in self.rows}, 2)
+    for row, heads in zip(self.rows, (1, 4), strict=True):
+      self.assertEqual(row['status'], 'finished')
+      self.assertEqual((row['n_heads'], row['head_dim']), (heads, 16 // heads))
+      self.assertEqual(row['seeds'], SEEDS)
+      self.assertEqual(row['params'], self.rows[0]['params'])
+      self.assertGreater(row['steps_per_s'], 0)
+      for name in ('loss', 'accuracy'):
+        self.assertEqual(np.shape(row[name]), (len(SEEDS), STEPS))
+      self.assertLen(row['final_loss'], len(SEEDS))
+      self.assertLess(np.mean(row['final_loss']), row['loss'][0][0])
+      self.assertNotEqual(*row['final_loss'])
+    self.assertNotEqual(self.rows[0]['loss'], self.rows[1]['loss'])
+
+  def test_a_seed_is_a_run(self):
+    """The numbers of a seed are those of training it alone."""
+    config = copy_task.get_config('tiny')
+    config.model.num_heads = 4
+    config.train.update(steps=STEPS)
+    experiment = experiment_from(config)
+    key = jax.random.key(4)
+    state = train.init(experiment, key)
+    advance = jax.jit(train.advance, static_argnums=(0, 1))
+    state, history = advance(experiment, STEPS, key, state)
+    row = self.rows[1]
+    np.testing.assert_allclose(row['loss'][1], history['loss'], rtol=1e-4)
+    evaluate = jax.jit(train.evaluate, static_argnums=0)
+    final = evaluate(experiment, key, state.params)
+    np.testing.assert_allclose(
+      row['final_loss'][1], final['eval_loss'], rtol=1e-4
+    )
+    sizes = [x.size for x in jax.tree.leaves(state.params)]
+    self.assertEqual(row['params'], sum(sizes))
+
+  def test_csv(self):
+    """results.csv: a line a head count, with median and range."""
+    text = (self.workdir / 'results.csv').read_text()
+    lines = list(csv.DictReader(text.splitlines()))
+    self.assertEqual([line['n_heads'] for line in lines], ['1', '4'])
+    for line, row in zip(lines, self.rows, strict=True):
+      self.assertEqual(line['head_dim'], str(row['head_dim']))
+      self.assertEqual(line['params'], str(row['params']))
+      self.assertEqual(line['seeds'], '2')
+      found = [float(line[f'final_loss_{x}']) for x in ('min', 'max')]
+      self.assertEqual(found, sorted(row['final_loss']))
+      self.assertEqual(float(line['steps_per_s']), row['steps_per_s'])
+      self.assertIn('final_accuracy_median', line)
+      self.assertIn('steps_to_threshold_median', line)
+
+  def test_a_second_call_trains_nothing(self):
+    """Only env.json, which holds the command of the last start, may change."""
+    before = scripts.contents(self.workdir)
+    with training(self.never):
+      again = call(self.workdir)
+    self.assertEqual((again.code, again.err), (0, ''))
+    self.assertEqual(again.out, self.first.out)
+    after = scripts.contents(self.workdir)
+    for name in FILES - {'env.json'}:
+      self.assertEqual(after[name], before[name], name)
+
+  def test_another_threshold_trains_nothing(self):
+    """It is a matter of reading the curves."""
+    workdir = self.folder / 'threshold'
+    write(workdir, self.rows)
+    with training(self.never):
+      result = call(workdir, '--threshold=1e-6')
+    self.assertEqual(result.code, 0)
+    self.assertIn('never', result.out)
+    self.assertIn('no head count reaches loss < 1e-06', result.out)
+    text = (workdir / 'results.csv').read_text()
+    line = next(csv.DictReader(text.splitlines()))
+    self.assertEqual(float(line['steps_to_threshold_min']), math.inf)
+
+  def test_one_head_count(self):
+    """A part of the points is a sweep, too; the others stay recorded."""
+    workdir = self.folder / 'one'
+    write(workdir, self.rows)
+    with training(self.never):
+      result = call(workdir, '--n_heads=4')
+    self.assertEqual(result.code, 0)
+    self.assertIn('One head count alone', result.out)
+    self.assertEqual(read(workdir), self.rows)
+
+  @parameterized.parameters(
+    '--seeds=3',
+    '--config.train.seed=4',
+    '--config.model.mlp_dim=8',
+    '--config.optimizer.learning_rate=0.01',
+    '--config.task.num_symbols=3',
+  )
+  def test_another_config_is_another_point(self, override):
+    """Whatever the numbers depend on is part of the key."""
+    workdir = self.folder / 'other'
+    write(workdir, self.rows)
+    trained = []
+
+    def stub(point, request):
+      trained.append(point.experiment.model.num_heads)
+      return recorded(self.rows[0])
+
+    with training(stub):
+      call(workdir, override)
+    self.assertEqual(trained, [1, 4])
+    self.assertEqual(read(workdir)[:2], self.rows)
+    self.assertLen({row['key'] for row in read(workdir)}, 4)
+
+
+class GoingOnTest(SweepTestCase):
+  """What is missing, failed or was stopped is trained again, alone."""
+
+  def test_a_deleted_line(self):
+    """Only that point is trained; its numbers are the same. A torn last line
+    is dropped."""
+    workdir = self.folder / 'deleted'
+    write(workdir, self.rows[1:], torn=json.dumps(self.rows[0])[:40])
+    trained = []
+
+    def stub(point, request):
+      trained.append(point.experiment.model.num_heads)
+      return recorded(self.rows[0])
+
+    with training(stub):
+      result = call(workdir)
+    self.assertEqual(result.code, 0)
+    self.assertEqual(trained, [1])
+    self.assertIn(self.rows[0], read(workdir))
+    self.assertIn(self.rows[1], read(workdir))
+    lines = (workdir / 'results.csv').read_text().splitlines()
+    self.assertEqual([line.split(',')[0] for line in lines[1:]], ['1', '4'])
+
+  def test_failed_then_stopped_then_finished(self):
+    """A failure is recorded and tried again; SIGTERM keeps what is there."""
+    workdir = self.folder / 'unlucky'
+
+    def fail(point, request):
+      if point.experiment.model.num_heads == 1:
+        raise RuntimeError('out of luck\nand of much else')
+      return recorded(self.rows[1])
+
+    with training(fail):
+      result = call(workdir)
+    self.assertEqual(result.code, 1)
+    self.assertIn('n_heads=1 failed: RuntimeError: out of luck\n', result.out)
+    self.assertRegex(result.out, r'\n +1 +16 +failed')
+    failed, kept = read(workdir)
+    self.assertEqual(kept, self.rows[1])
+    self.assertEqual(failed['status'], 'failed')
+    self.assertEqual(failed['error'], 'RuntimeError: out of luck')
+    self.assertEqual(failed['key'], self.rows[0]['key'])
+    self.assertEqual({path.name for path in workdir.iterdir()}, FILES)
+
+    dispatches = []
+
+    def stop(point, request):
+      os.kill(os.getpid(), signal.SIGTERM)
+      with mock.patch.object(
+        sweep_heads, '_advance', side_effect=sweep_heads._advance
+      ) as advance:
+        row = train_seeds(point, request)
+      dispatches.append(advance.call_count)
+      return row
+
+    with training(stop):
+      result = call(workdir)
+    self.assertEqual(result.code, 0)
+    self.assertEqual(dispatches, [1])
+    self.assertEqual(result.out.count('\n'), 1)
+    self.assertStartsWith(result.out, 'SIGTERM: stopped; ')
+    self.assertIn(str(workdir / 'results.jsonl'), result.out)
+    self.assertEqual(read(workdir), [failed, kept])
+
+    result = call(workdir)
+    self.assertEqual(result.code, 0)
+    self.assertNotIn('failed', result.out)
+    self.assertEqual(numbers(read(workdir)), numbers(self.rows))
+
+  def test_interrupted(self):
+    """Ctrl-C: code 130; the point finished before it is kept."""
+    workdir = self.folder / 'interrupted'
+
+    def stub(point, request):
+      if point.experiment.model.num_heads == 4:
+        os.kill(os.getpid(), signal.SIGINT)
+        return {}
+      return recorded(self.rows[0])
+
+    with training(stub):
+      result = call(workdir)
+    self.assertEqual(result.code, 130)
+    self.assertStartsWith(result.out, 'SIGINT: stopped; ')
+    self.assertEqual(read(workdir), self.rows[:1])
+
+  @parameterized.parameters(math.nan, math.inf)
+  def test_a_loss_that_is_not_finite(self, loss):
+    """Is a failure; with no point left there is a table and no figure."""
+    workdir = self.folder / f'loss_{loss}'
+    losses = np.array([[1.0] * 5, [1.0, 2.0, loss, loss, loss]])
+    metrics = {'loss': losses, 'accuracy': np.zeros((2, 5))}
+    with (
+      mock.patch.object(train, 'init', return_value=jnp.zeros(())),
+      mock.patch.object(sweep_heads, '_advance', return_value=(None, metrics)),
+    ):
+      result = call(workdir, '--n_heads=2')
+    self.assertEqual(result.code, 1)
+    (row,) = read(workdir)
+    self.assertEqual(row['status'], 'failed')
+    self.assertRegex(row['error'], 'FloatingPointError: .* not finite')
+    self.assertIn('n_heads=2 failed: FloatingPointError', result.out)
+    self.assertFalse((workdir / 'sweep_heads.png').exists())
+
+
+class DispatchTest(SweepTestCase):
+  def test_the_last_dispatch_is_shorter(self):
+    """Where steps_per_dispatch does not divide the steps."""
+    sizes = []
+
+    def advance(experiment, num_steps, keys, state):
+      del experiment, keys
+      sizes.append(num_steps)
+      first = sum(sizes) - num_steps
+      losses = np.stack([np.arange(first, sum(sizes)) + i for i in (1, 100)])
+      return state, {'loss': losses, 'accuracy': losses}
+
+    state = train.TrainState(jnp.zeros(()), jnp.zeros((3,)), ())
+    final = {'eval_loss': jnp.ones(()), 'eval_accuracy': jnp.ones(())}
+    with (
+      mock.patch.object(train, 'init', return_value=state),
+      mock.patch.object(train, 'evaluate', return_value=final),
+      mock.patch.object(sweep_heads, '_advance', advance),
+    ):
+      workdir = self.folder / 'uneven'
+      result = call(workdir, '--n_heads=2', '--config.train.steps=12')
+    self.assertEqual((result.code, sizes), (0, [5, 5, 2]))
+    (row,) = read(workdir)
+    self.assertEqual(row['loss'], [[*range(1, 13)], [*range(100, 112)]])
+    self.assertEqual(row['params'], 3)
+
+
+class DefaultsTest(parameterized.TestCase):
+  def test_flags(self):
+    """Exercise 1: heads 1, 2, 4, 8, 16 with three seeds."""
+    self.assertEqual(sweep_heads.N_HEADS.default, ['1', '2', '4', '8', '16'])
+    self.assertEqual(sweep_heads.SEEDS.default, 3)
+    self.assertEqual(sweep_heads.THRESHOLD.default, 0.05)

@@ -1,0 +1,108 @@
+"""experiments.train in this process."""
+
+import json
+import pathlib
+import sys
+import tempfile
+from unittest import mock
+
+import pytest
+import scripts
+from absl.testing import parameterized
+
+from experiments import train
+from mha_jax.training import train as train_lib
+
+OVERRIDES = (
+  '--config.model.num_heads=2',
+  '--config.model.attention=mqa',
+  '--config.optimizer.learning_rate=0.01',
+  '--config.train.steps=10',
+  '--config.train.seed',
+  '7',
+)
+
+
+@pytest.fixture(scope='module', autouse=True)
+def quick_compilation():
+  with scripts.quick_compilation():
+    yield
+
+
+class TrainTest(parameterized.TestCase):
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    folder = cls.enterClassContext(tempfile.TemporaryDirectory())
+    cls.workdir = pathlib.Path(folder) / 'deep' / 'run'
+    cls.first = cls.call('--tensorboard')
+
+  @classmethod
+  def call(cls, *more: str) -> scripts.Result:
+    return scripts.call(
+      train, scripts.TINY, f'--workdir={cls.workdir}', *OVERRIDES, *more
+    )
+
+  def test_what_it_leaves(self):
+    """Records, checkpoints and TensorBoard events; the last line printed."""
+    self.assertEqual(self.first.code, 0)
+    self.assertEqual(
+      {path.name for path in self.workdir.iterdir()},
+      {
+        'checkpoints',
+        'config.json',
+        'env.json',
+        'metrics.jsonl',
+        'tensorboard',
+      },
+    )
+    lines = (self.workdir / 'metrics.jsonl').read_text().splitlines()
+    last = json.loads(lines[-1])
+    self.assertEqual(last['step'], 10)
+    self.assertIn(f'eval_loss {last["eval_loss"]:.4g}', self.first.out)
+    self.assertIn(f'recorded in {self.workdir}', self.first.out)
+    self.assertIn('10/10', self.first.err)
+
+  def test_overrides(self):
+    """They reach config.json, beside what the file says."""
+    config = json.loads((self.workdir / 'config.json').read_text())
+    self.assertEqual(config['model']['num_heads'], 2)
+    self.assertEqual(config['model']['attention'], 'mqa')
+    self.assertEqual(config['optimizer']['learning_rate'], 0.01)
+    self.assertEqual(config['train']['steps'], 10)
+    self.assertEqual(config['train']['seed'], 7)
+    self.assertEqual(config['model']['d_model'], 16)
+    self.assertEqual(config['task']['length'], 4)
+
+  def test_again(self):
+    """A finished run trains nothing and says the same."""
+    before = (self.workdir / 'metrics.jsonl').read_bytes()
+    with mock.patch.object(train_lib, 'advance', side_effect=AssertionError):
+      again = self.call()
+    self.assertEqual((again.code, again.out), (0, self.first.out))
+    self.assertEqual((self.workdir / 'metrics.jsonl').read_bytes(), before)
+
+  def test_another_config(self):
+    """Code 2, one line with field and both values, and nothing changes."""
+    before = scripts.contents(self.workdir)
+    result = self.call('--config.train.steps=20', '--config.model.d_model=8')
+    self.assertEqual((result.code, result.out), (2, ''))
+    self.assertEqual(result.err.count('\n'), 1)
+    for part in (
+      f'workdir={self.workdir}',
+      'train.steps: 10 -> 20',
+      'model.d_model: 16 -> 8',
+      'choose another --workdir',
+    ):
+      self.assertIn(part, result.err)
+    self.assertEqual(scripts.contents(self.workdir), before)
+
+  def test_no_writer(self):
+    """--tensorboard without the extra: code 2 and how to install it."""
+    before = scripts.contents(self.workdir)
+    with mock.patch.dict(sys.modules, {'tensorboardX': None}):
+      result = self.call('--tensorboard')
+    self.assertEqual(result.code, 2)
+    self.assertEqual(result.err.count('\n'), 1)
+    self.assertIn("pip install 'mha_jax[tensorboard]'", result.err)
+    self.assertEqual(scripts.contents(self.workdir), before)

@@ -1,0 +1,106 @@
+"""Runs experiments, in this process and as processes of their own."""
+
+import contextlib
+import io
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+from absl import flags
+from absl.testing import flagsaver
+
+from experiments import command_line
+
+ROOT = pathlib.Path(command_line.__file__).parents[1]
+TINY = '--config=configs/copy_task.py:tiny'
+
+
+class Result(NamedTuple):
+  """How a call ended."""
+
+  code: Any
+  out: str
+  err: str
+
+
+def call(script: ModuleType, *arguments: str) -> Result:
+  """Runs an experiment's command line in this process.
+
+  Flags that the call defines are forgotten afterwards, so that the next call
+  starts from the script's own.
+  """
+  out, err, code = io.StringIO(), io.StringIO(), None
+  argv, main = sys.argv, sys.modules['__main__']
+  with (
+    contextlib.chdir(ROOT),
+    flagsaver.flagsaver(),
+    contextlib.redirect_stdout(out),
+    contextlib.redirect_stderr(err),
+  ):
+    sys.argv, sys.modules['__main__'] = [script.__name__, *arguments], script
+    try:
+      command_line.run(script.parse, script.main, 'configs/copy_task.py')
+    except SystemExit as end:
+      code = end.code
+    finally:
+      sys.argv, sys.modules['__main__'] = argv, main
+      flags.FLAGS.unparse_flags()
+  return Result(code, out.getvalue(), err.getvalue())
+
+
+@contextlib.contextmanager
+def quick_compilation() -> Iterator[None]:
+  """Compiles with few optimisations, within the block: half the time."""
+  name = 'jax_disable_most_optimizations'
+  before = jax.config.read(name)
+  jax.config.update(name, True)
+  try:
+    yield
+  finally:
+    jax.config.update(name, before)
+
+
+def start(
+  module: str,
+  *arguments: str,
+  compilation_cache: pathlib.Path | None = None,
+) -> subprocess.Popen[str]:
+  """Starts `python -m module` in the checkout.
+
+  Args:
+    module: the experiment.
+    arguments: its command line.
+    compilation_cache: a folder where processes that run the same programs
+      share them compiled, which saves seconds; None: no sharing.
+  """
+  environment = dict(os.environ)
+  if compilation_cache is not None:
+    environment['JAX_COMPILATION_CACHE_DIR'] = str(compilation_cache)
+    environment['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
+  return subprocess.Popen(
+    [sys.executable, '-m', module, *arguments],
+    cwd=ROOT,
+    env=environment,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+
+
+def finish(process: subprocess.Popen[str]) -> Result:
+  """Waits for a process that `start` began."""
+  out, err = process.communicate(timeout=300)
+  return Result(process.returncode, out, err)
+
+
+def contents(folder: pathlib.Path) -> dict[str, bytes | None]:
+  """The files and folders below a folder, and what the files hold."""
+  return {
+    str(path.relative_to(folder)): None if path.is_dir() else path.read_bytes()
+    for path in sorted(folder.rglob('*'))
+  }

@@ -1,0 +1,260 @@
+"""Runs that stop and go on. This module starts processes.
+
+One folder goes through every way of stopping: SIGKILL, then SIGTERM, then
+Ctrl-C, and the last process ends the run. Beside it one process is never
+stopped. What they leave must be the same.
+"""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import tempfile
+import time
+from unittest import mock
+
+import jax
+import oracles
+import scripts
+from absl.testing import parameterized
+
+from configs import copy_task
+from experiments.settings import experiment_from
+from mha_jax.training import run as run_lib
+from mha_jax.training import train
+from mha_jax.training.checkpoints import Checkpoints
+from mha_jax.training.record import read_jsonl
+
+STEPS, DISPATCH = 600, 10
+# 130 is rounded up to the end of a dispatch; dropout draws by step as well.
+OVERRIDES = {
+  'train.steps': STEPS,
+  'train.steps_per_dispatch': DISPATCH,
+  'train.checkpoint_every': 130,
+  'model.dropout_rate': 0.1,
+}
+
+
+def make_experiment(overrides: dict) -> train.Experiment:
+  config = copy_task.get_config('tiny')
+  config.update_from_flattened_dict(overrides)
+  return experiment_from(config)
+
+
+def steps_in(workdir: pathlib.Path) -> int:
+  """The step of the last whole line of metrics."""
+  rows = read_jsonl(workdir / 'metrics.jsonl')
+  return rows[-1]['step'] if rows else 0
+
+
+def checkpoints_in(workdir: pathlib.Path) -> list[int]:
+  found = (workdir / 'checkpoints').iterdir()
+  return sorted(int(path.name) for path in found if path.name.isdigit())
+
+
+def restore(workdir: pathlib.Path, experiment: train.Experiment):
+  """The state of the newest checkpoint."""
+  like = jax.eval_shape(lambda: train.init(experiment, jax.random.key(0)))
+  checkpoints = Checkpoints(workdir)
+  try:
+    return checkpoints.restore(like)
+  finally:
+    checkpoints.close()
+
+
+class ProcessesTest(parameterized.TestCase):
+  """Killed, terminated, interrupted: the same bits as never stopped."""
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    folder = cls.enterClassContext(tempfile.TemporaryDirectory())
+    cls.unbroken = pathlib.Path(folder) / 'unbroken'
+    cls.broken = pathlib.Path(folder) / 'broken'
+    whole = cls.start(cls.unbroken)
+    cls.stages = {
+      number: cls.stop(number, after)
+      for number, after in (
+        (signal.SIGKILL, 140),
+        (signal.SIGTERM, 270),
+        (signal.SIGINT, 400),
+      )
+    }
+    cls.last = scripts.finish(cls.start(cls.broken))
+    cls.whole = scripts.finish(whole)
+
+  @classmethod
+  def start(cls, workdir: pathlib.Path) -> subprocess.Popen[str]:
+    overrides = [f'--config.{name}={x}' for name, x in OVERRIDES.items()]
+    process = scripts.start(
+      'experiments.train',
+      scripts.TINY,
+      f'--workdir={workdir}',
+      *overrides,
+      compilation_cache=workdir.parent / 'compiled',
+    )
+    cls.addClassCleanup(process.kill)
+    return process
+
+  @classmethod
+  def stop(cls, number: signal.Signals, after: int):
+    """Sends a signal once `after` steps are recorded; how the run stood."""
+    process = cls.start(cls.broken)
+    while process.poll() is None and steps_in(cls.broken) < after:
+      time.sleep(0.005)
+    process.send_signal(number)
+    result = scripts.finish(process)
+    return {
+      'result': result,
+      'metrics': (cls.broken / 'metrics.jsonl').read_text(),
+      'step': steps_in(cls.broken),
+      'checkpoints': checkpoints_in(cls.broken),
+    }
+
+  def test_unbroken(self):
+    """Exit code 0, a line a dispatch, a checkpoint at the end."""
+    self.assertEqual(self.whole.code, 0, self.whole.err)
+    rows = read_jsonl(self.unbroken / 'metrics.jsonl')
+    wanted = list(range(DISPATCH, STEPS + 1, DISPATCH))
+    self.assertEqual([row['step'] for row in rows], wanted)
+    self.assertEqual(checkpoints_in(self.unbroken), [520, STEPS])
+    self.assertIn(f'step {STEPS}  loss ', self.whole.out)
+    self.assertIn(f'{STEPS}/{STEPS}', self.whole.err)
+    self.assertIn('steps/s', self.whole.err)
+    self.assertIn('accuracy', self.whole.err)
+
+  @parameterized.parameters(
+    (signal.SIGKILL, -9), (signal.SIGTERM, 0), (signal.SIGINT, 130)
+  )
+  def test_stopped_in_the_middle(self, number, code):
+    """The exit code, and what was recorded is how the unbroken run began."""
+    stage = self.stages[number]
+    self.assertEqual(stage['result'].code, code, stage['result'].err)
+    self.assertBetween(stage['step'], DISPATCH, STEPS - DISPATCH)
+    whole = (self.unbroken / 'metrics.jsonl').read_text()
+    self.assertStartsWith(whole, stage['metrics'])
+    self.assertNotEmpty(stage['checkpoints'])
+    self.assertNotIn('Traceback', stage['result'].err)
+
+  @parameterized.parameters(signal.SIGTERM, signal.SIGINT)
+  def test_signals_save(self, number):
+    """The checkpoint is that of the last line, and one line says so."""
+    stage = self.stages[number]
+    self.assertEqual(stage['checkpoints'][-1], stage['step'])
+    self.assertEqual(
+      stage['result'].out.splitlines(),
+      [
+        f'{number.name}: saved at step {stage["step"]} of {STEPS} in '
+        f'{self.broken}; the same command goes on from there'
+      ],
+    )
+
+  def test_each_process_goes_on(self):
+    """No process starts from the beginning."""
+    self.assertEqual(self.last.code, 0, self.last.err)
+    steps = [stage['step'] for stage in self.stages.values()]
+    self.assertEqual(steps, sorted(steps))
+    self.assertEqual(
+      self.last.out.replace('/broken', '/unbroken'), self.whole.out
+    )
+
+  def test_metrics_are_the_same_bytes(self):
+    """Those of four processes and those of one."""
+    self.assertEqual(
+      (self.broken / 'metrics.jsonl').read_bytes(),
+      (self.unbroken / 'metrics.jsonl').read_bytes(),
+    )
+
+  def test_state_is_the_same_bits(self):
+    """Parameters, optimiser state and step."""
+    experiment = make_experiment(OVERRIDES)
+    broken = restore(self.broken, experiment)
+    unbroken = restore(self.unbroken, experiment)
+    self.assertEqual(int(broken.step), STEPS)
+    oracles.assert_same_bits(broken, unbroken)
+    fresh = jax.jit(lambda key: train.init(experiment, key).params)(
+      jax.random.key(0)
+    )
+    moved = jax.tree.map(
+      lambda a, b: bool((a != b).any()), broken.params, fresh
+    )
+    self.assertTrue(all(jax.tree.leaves(moved)))
+
+  def test_config_and_environment(self):
+    """config.json holds the overrides, env.json the command."""
+    config = json.loads((self.broken / 'config.json').read_text())
+    self.assertEqual(config['train']['steps'], STEPS)
+    self.assertEqual(config['model']['dropout_rate'], 0.1)
+    env = json.loads((self.broken / 'env.json').read_text())
+    self.assertEqual(
+      env['command'][1:4], ['-m', 'experiments.train', scripts.TINY]
+    )
+
+
+class FolderTest(parameterized.TestCase):
+  """What a call finds in its folder, in this process."""
+
+  experiment = make_experiment({'train.steps': 12})
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    folder = cls.enterClassContext(tempfile.TemporaryDirectory())
+    cls.enterClassContext(scripts.quick_compilation())
+    cls.workdir = pathlib.Path(folder) / 'run'
+    cls.outcome = run_lib.run(cls.experiment, cls.workdir)
+
+  def test_outcome(self):
+    """Complete: the last step, its metrics and the saved parameters."""
+    self.assertEqual((self.outcome.step, self.outcome.stopped_by), (12, None))
+    rows = read_jsonl(self.workdir / 'metrics.jsonl')
+    self.assertEqual([row['step'] for row in rows], [10, 12])
+    self.assertEqual(rows[-1], self.outcome.metrics)
+    saved = restore(self.workdir, self.experiment)
+    oracles.assert_same_bits(saved.params, self.outcome.params)
+
+  def test_a_finished_run_trains_nothing(self):
+    """A second call gives the same outcome and leaves the files."""
+    before = scripts.contents(self.workdir)
+    with mock.patch.object(train, 'advance', side_effect=AssertionError):
+      again = run_lib.run(self.experiment, self.workdir)
+    self.assertEqual(again.metrics, self.outcome.metrics)
+    oracles.assert_same_bits(again.params, self.outcome.params)
+    self.assertEqual(scripts.contents(self.workdir), before)
+
+  def test_another_config_is_refused(self):
+    """Before anything is written, also where shapes differ."""
+    before = scripts.contents(self.workdir)
+    other = make_experiment({'train.steps': 12, 'model.d_model': 8})
+    with self.assertRaisesRegex(ValueError, 'model.d_model: 16 -> 8'):
+      run_lib.run(other, self.workdir)
+    self.assertEqual(scripts.contents(self.workdir), before)
+
+  def test_a_signal_before_the_first_step(self):
+    """It ends the run at step 0, with nothing recorded."""
+    workdir = self.workdir.parent / 'early'
+    init = train.init
+
+    def stopped(*args):
+      os.kill(os.getpid(), signal.SIGTERM)
+      return init(*args)
+
+    with mock.patch.object(train, 'init', stopped):
+      outcome = run_lib.run(self.experiment, workdir)
+    self.assertEqual((outcome.step, outcome.stopped_by), (0, signal.SIGTERM))
+    self.assertEmpty(read_jsonl(workdir / 'metrics.jsonl'))
+    self.assertEmpty(checkpoints_in(workdir))
+
+
+class StopTest(parameterized.TestCase):
+  @parameterized.parameters(signal.SIGINT, signal.SIGTERM)
+  def test_the_first_is_remembered_the_second_acts(self, number):
+    """Handlers hold within the block only."""
+    before = signal.getsignal(number)
+    with run_lib.stop_on_signal() as request:
+      self.assertIsNone(request.signal)
+      os.kill(os.getpid(), number)
+      self.assertEqual(request.signal, number)
+      self.assertEqual(signal.getsignal(number), signal.SIG_DFL)
+    self.assertEqual(signal.getsignal(number), before)
