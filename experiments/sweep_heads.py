@@ -138,7 +138,9 @@ def measure(point: Point, request: StopRequest) -> dict[str, Any] | None:
     first = str(error).strip().splitlines()[:1]
     text = f'{type(error).__name__}: {"".join(first)}'
     return head | {'status': 'failed', 'error': text}
-  return numbers and head | {'status': 'finished'} | numbers
+  if numbers is None:
+    return None
+  return head | {'status': 'finished'} | numbers
 
 
 def train_seeds(point: Point, request: StopRequest) -> dict[str, Any] | None:

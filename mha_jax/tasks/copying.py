@@ -60,11 +60,12 @@ class CopyTask:
         f'min_length={self.min_length} exceeds length={self.length}; '
         'choose one between 1 and length'
       )
-    if self.pairs and (self.length % 2 or shortest % 2):
-      raise ValueError(
-        f'length={self.length} and min_length={self.min_length} must be even '
-        'with pairs=True; add 1 to the odd one'
-      )
+    for name, value in (('length', self.length), ('min_length', shortest)):
+      if self.pairs and value % 2:
+        raise ValueError(
+          f'{name}={value} must be even with pairs=True; nearest: {value - 1}, '
+          f'{value + 1}'
+        )
 
   @property
   def vocab_size(self) -> int:

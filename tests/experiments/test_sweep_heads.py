@@ -296,13 +296,13 @@ class GoingOnTest(SweepTestCase):
     self.assertEqual(numbers(read(workdir)), numbers(self.rows))
 
   def test_interrupted(self):
-    """Ctrl-C: code 130; the point finished before it is kept."""
+    """Ctrl-C: code 130; the points finished before are kept."""
     workdir = self.folder / 'interrupted'
 
     def stub(point, request):
       if point.experiment.model.num_heads == 4:
         os.kill(os.getpid(), signal.SIGINT)
-        return {}
+        return None
       return recorded(self.rows[0])
 
     with training(stub):

@@ -165,10 +165,10 @@ class ErrorsTest(parameterized.TestCase):
     ({'num_symbols': -3}, 'num_symbols=-3 must be a positive'),
     ({'min_length': 0}, 'min_length=0 must be a positive'),
     ({'length': 5, 'min_length': 6}, 'min_length=6 exceeds length=5; choose'),
-    ({'length': 5, 'pairs': True}, 'length=5 .*must be even.*nearest: 6'),
+    ({'length': 5, 'pairs': True}, 'length=5 must be even .*nearest: 4, 6'),
     (
       {'length': 8, 'min_length': 3, 'pairs': True},
-      'min_length=3 must be even.*nearest',
+      'min_length=3 must be even .*nearest: 2, 4',
     ),
   )
   def test_errors(self, options, message):

@@ -232,7 +232,7 @@ class FolderTest(parameterized.TestCase):
     self.assertEqual(scripts.contents(self.workdir), before)
 
   def test_a_signal_before_the_first_step(self):
-    """It ends the run at step 0, with nothing recorded."""
+    """It ends the run at step 0, saved there, with no metrics."""
     workdir = self.workdir.parent / 'early'
     init = train.init
 
@@ -244,7 +244,7 @@ class FolderTest(parameterized.TestCase):
       outcome = run_lib.run(self.experiment, workdir)
     self.assertEqual((outcome.step, outcome.stopped_by), (0, signal.SIGTERM))
     self.assertEmpty(read_jsonl(workdir / 'metrics.jsonl'))
-    self.assertEmpty(checkpoints_in(workdir))
+    self.assertEqual(checkpoints_in(workdir), [0])
 
 
 class StopTest(parameterized.TestCase):
