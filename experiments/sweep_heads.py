@@ -55,7 +55,7 @@ class Point:
 
   @property
   def key(self) -> str:
-    """A hash of all that the point's numbers depend on."""
+    """A hash of the point's config and seeds."""
     text = json.dumps(record.as_json(self), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -71,20 +71,27 @@ class Settings:
 def parse() -> Settings:
   config = flags.FLAGS.config
   settings.check_sections(config)
+  if 'config.model.num_heads' in flags.FLAGS:
+    raise ValueError(
+      '--config.model.num_heads is what the sweep varies; use --n_heads'
+    )
   heads = command_line.positive_ints('n_heads', N_HEADS.value)
   if not THRESHOLD.value > 0:
     raise ValueError(f'--threshold={THRESHOLD.value} must be positive')
-  if config.train.seed + SEEDS.value > 2**32:
+  heads = sorted(set(heads))
+  smallest = settings.experiment_from(_with_heads(config, heads[0]))
+  first_seed = smallest.train.seed
+  if first_seed + SEEDS.value > 2**32:
     raise ValueError(
-      f'--seeds={SEEDS.value} from --config.train.seed={config.train.seed} on '
+      f'--seeds={SEEDS.value} from --config.train.seed={first_seed} on '
       'must stay below 2^32'
     )
-  seeds = tuple(range(config.train.seed, config.train.seed + SEEDS.value))
+  seeds = tuple(range(first_seed, first_seed + SEEDS.value))
   points = tuple(
     Point(settings.experiment_from(_with_heads(config, h)), seeds)
-    for h in sorted(set(heads))
+    for h in heads
   )
-  name = config.name.replace('copy_task', 'sweep_heads')
+  name = f'sweep_heads-{config.name}'
   workdir = settings.workdir_from(flags.FLAGS.workdir, name)
   title = f'{config.name}, d_model = {config.model.d_model}'
   return Settings(points, THRESHOLD.value, title, workdir)

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 
 import mha_jax.linen as mha
-from mha_jax.attention import GroupedConfig, Rope, checks, masks
+from mha_jax.attention import GroupedConfig, Rope, checks, masks, module_config
+from mha_jax.attention.dtypes import wide_dtype
 
 POSITIONS = ('learned', 'rope', 'none')
 DTYPES = ('float32', 'bfloat16', 'float16', 'float64')
@@ -73,8 +74,8 @@ class DecoderConfig:
   def __post_init__(self) -> None:
     for name in ('vocab_size', 'max_len', 'd_model', 'num_layers', 'num_heads'):
       checks.positive(name, getattr(self, name))
-    if self.mlp_dim < 0:
-      raise ValueError(f'mlp_dim={self.mlp_dim} must be 0 (no MLP) or positive')
+    if self.mlp_dim != 0:
+      checks.positive('mlp_dim', self.mlp_dim)
     if self.positions not in POSITIONS:
       raise ValueError(f'positions={self.positions!r} must be in {POSITIONS}')
     if self.dtype not in DTYPES:
@@ -87,16 +88,6 @@ class DecoderConfig:
       raise ValueError(
         f'attention={self.attention!r} must be in {tuple(ATTENTION)}'
       )
-    if self.attention == 'gqa' and self.num_kv_heads is None:
-      raise ValueError(
-        "num_kv_heads=None: attention='gqa' needs a divisor of num_heads="
-        f'{self.num_heads}'
-      )
-    if self.attention != 'gqa' and self.num_kv_heads is not None:
-      raise ValueError(
-        f"num_kv_heads={self.num_kv_heads} is for attention='gqa', not "
-        f'{self.attention!r}; leave it None'
-      )
     checks.rate('dropout_rate', self.dropout_rate)
     self.attention_config  # noqa: B018  checks the sizes
 
@@ -107,11 +98,12 @@ class DecoderConfig:
   @property
   def attention_config(self) -> GroupedConfig:
     """The shape of one block's attention."""
-    kv_heads = {'mha': self.num_heads, 'gqa': self.num_kv_heads, 'mqa': 1}
     return GroupedConfig(
       d_model=self.d_model,
       num_heads=self.num_heads,
-      num_kv_heads=kv_heads[self.attention],
+      num_kv_heads=module_config.kv_heads_of(
+        self.attention, self.num_heads, self.num_kv_heads
+      ),
       head_dim=self.head_dim,
       use_bias=self.use_bias,
       normalize_qk=self.normalize_qk or False,
@@ -200,7 +192,7 @@ class DecoderLM(nn.Module):
       sow_weights: whether the attention weights go to 'intermediates'.
 
     Returns:
-      Logits (b, t, m) in float32.
+      Logits (b, t, m) in float32, or float64 for float64.
 
     Raises:
       ValueError: tokens are no integers (b, t), or longer than max_len.
@@ -217,6 +209,7 @@ class DecoderLM(nn.Module):
       'input_positions', input_positions, (b, t), (1, t), (t,)
     )
     gates = _gates_by_layer(config, head_gates)
+    _check_range('tokens', tokens, 'vocab_size', config.vocab_size)
     x = nn.Embed(
       config.vocab_size, config.d_model, dtype=config.dtype, name='embed'
     )(tokens)
@@ -227,6 +220,7 @@ class DecoderLM(nn.Module):
           "positions; raise max_len or use positions='rope'"
         )
       positions = jnp.arange(t) if input_positions is None else input_positions
+      _check_range('input_positions', positions, 'max_len', config.max_len)
       rows = jnp.reshape(positions, (-1, t))
       x = x + nn.Embed(
         config.max_len, config.d_model, dtype=config.dtype, name='positions'
@@ -241,7 +235,7 @@ class DecoderLM(nn.Module):
     logits = nn.Dense(
       config.vocab_size, use_bias=False, dtype=config.dtype, name='output'
     )(x)
-    return logits.astype(jnp.float32)
+    return logits.astype(wide_dtype(logits.dtype))
 
 
 def _gates_by_layer(
@@ -257,3 +251,18 @@ def _gates_by_layer(
       f'head_gates of shape {gates.shape} must be (num_layers, h) = {wanted}'
     )
   return list(gates)
+
+
+def _check_range(name: str, values: jax.Array, bound: str, size: int) -> None:
+  """Raises a ValueError unless 0 <= values < size, where values are known.
+
+  Where they are traced, an index past the end gives NaN (`nn.Embed`).
+  """
+  if isinstance(values, jax.core.Tracer) or values.size == 0:
+    return
+  low, high = int(values.min()), int(values.max())
+  if low < 0 or high >= size:
+    raise ValueError(
+      f'{name} from {low} to {high} must lie in [0, {bound}={size}); raise '
+      f'{bound} or cut {name}'
+    )

@@ -6,8 +6,8 @@
   variables = layer.init(key, x)
   y = layer.apply(variables, x, mask=masks.causal())
 
-The arguments and the parameter tree are those of
-`flax.linen.MultiHeadDotProductAttention`, whose checkpoints load unchanged.
+The parameter tree is that of `flax.linen.MultiHeadDotProductAttention`, whose
+checkpoints load unchanged; arguments that both have bear Flax's names.
 """
 
 from collections.abc import Callable
@@ -16,16 +16,15 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax.core import meta
 
 from mha_jax.attention import (
   Dropout,
-  GroupedConfig,
   Rope,
   checks,
   grouped,
   masks,
+  module_config,
 )
 from mha_jax.attention.projections import INITIALIZERS, Initializer, Row
 
@@ -87,6 +86,8 @@ class GroupedQueryAttention(nn.Module):
     implementation: see `mha_jax.attention.multihead_attention`.
   """
 
+  kind = 'gqa'  # no field: the subclasses' own
+
   num_heads: int
   dtype: Any = None
   param_dtype: Any = jnp.float32
@@ -146,7 +147,22 @@ class GroupedQueryAttention(nn.Module):
     Raises:
       ValueError: inputs or options do not fit.
     """
-    config = self._config(inputs_q, inputs_k, inputs_v)
+    config = module_config.config_for(
+      self.kind,
+      inputs_q,
+      inputs_k,
+      inputs_v,
+      num_heads=self.num_heads,
+      num_kv_heads=self.num_kv_heads,
+      qkv_features=self.qkv_features,
+      head_dim=self.head_dim,
+      v_head_dim=self.v_head_dim,
+      out_features=self.out_features,
+      use_bias=self.use_bias,
+      normalize_qk=self.normalize_qk,
+      rope=self.rope,
+      logit_softcap=self.logit_softcap,
+    )
     initializers = {**INITIALIZERS, 'kernel': self.kernel_init}
     initializers['bias'] = self.bias_init
     params = {
@@ -174,44 +190,6 @@ class GroupedQueryAttention(nn.Module):
       self.sow('intermediates', 'attention_weights', weights)
     return out
 
-  def _kv_heads(self) -> int | None:
-    if self.num_kv_heads is None:
-      raise ValueError(
-        'num_kv_heads=None: GroupedQueryAttention needs the number of '
-        'key/value heads; MultiHeadAttention has as many as num_heads'
-      )
-    return self.num_kv_heads
-
-  def _config(self, q: Any, k: Any, v: Any) -> GroupedConfig:
-    """The shape of this attention, with widths read from the inputs."""
-    d_model = np.shape(q)[-1]
-    qkv_features, head_dim = self.qkv_features, self.head_dim
-    if qkv_features is not None and head_dim is None:
-      checks.positive('num_heads', self.num_heads)
-      checks.divides('num_heads', self.num_heads, 'qkv_features', qkv_features)
-      head_dim = qkv_features // self.num_heads
-    elif qkv_features not in (None, (head_dim or 0) * self.num_heads):
-      raise ValueError(
-        f'qkv_features={qkv_features} contradicts head_dim={head_dim} with '
-        f'num_heads={self.num_heads}; give one of the two'
-      )
-    k = q if k is None else k
-    v = k if v is None else v
-    return GroupedConfig(
-      d_model=d_model,
-      num_heads=self.num_heads,
-      num_kv_heads=self._kv_heads(),
-      head_dim=head_dim,
-      v_head_dim=self.v_head_dim,
-      key_features=np.shape(k)[-1],
-      value_features=np.shape(v)[-1],
-      out_features=d_model if self.out_features is None else self.out_features,
-      use_bias=self.use_bias,
-      normalize_qk=self.normalize_qk,
-      rope=self.rope,
-      logit_softcap=self.logit_softcap,
-    )
-
   def _dropout(
     self, deterministic: bool | None, key: jax.Array | None
   ) -> Dropout | None:
@@ -231,13 +209,7 @@ class MultiHeadAttention(GroupedQueryAttention):
   The same attributes as `GroupedQueryAttention`; num_kv_heads is num_heads.
   """
 
-  def _kv_heads(self) -> int | None:
-    if self.num_kv_heads not in (None, self.num_heads):
-      raise ValueError(
-        f'num_kv_heads={self.num_kv_heads} must be num_heads={self.num_heads} '
-        'in MultiHeadAttention; use GroupedQueryAttention'
-      )
-    return self.num_heads
+  kind = 'mha'
 
 
 class MultiQueryAttention(GroupedQueryAttention):
@@ -246,10 +218,4 @@ class MultiQueryAttention(GroupedQueryAttention):
   The same attributes as `GroupedQueryAttention`; num_kv_heads is 1.
   """
 
-  def _kv_heads(self) -> int | None:
-    if self.num_kv_heads not in (None, 1):
-      raise ValueError(
-        f'num_kv_heads={self.num_kv_heads} must be 1 in MultiQueryAttention; '
-        'use GroupedQueryAttention'
-      )
-    return 1
+  kind = 'mqa'

@@ -238,8 +238,10 @@ class ShellTest(parameterized.TestCase):
     if shell != 'gqa':
       return
     f = jax.jit(functools.partial(module.apply, variables, self.x, self.y))
-    for name in options:
-      less = {k: v for k, v in options.items() if k != name}
+    without = {n: options | {n: None} for n in options if n != 'key_positions'}
+    with self.assertRaisesRegex(ValueError, 'pass key_positions'):
+      f(**options | {'key_positions': None})
+    for name, less in without.items():
       self.assertGreater(oracles.relative_error(f(**less), got), 1e-3, name)
 
   @parameterized.product(shell=tuple(SHELLS), jit=(False, True))
@@ -518,7 +520,7 @@ class ErrorsTest(parameterized.TestCase):
       'even.*nearest: 4, 6',
     ),
     ('mha', {'normalize_qk': 'l2'}, "normalize_qk='l2'", "'layer' or 'rms'"),
-    ('mha', {'logit_softcap': -1.0}, 'logit_softcap=-1.0', 'positive; None'),
+    ('mha', {'logit_softcap': -1.0}, 'logit_softcap=-1.0', 'finite; None'),
     ('mha', {'implementation': 'x'}, "implementation='x'", 'use one of'),
     ('mha', {'dropout_rate': -0.1}, 'dropout_rate=-0.1', '0 turns dropout off'),
     ('mha', {'dropout_rate': 1.0}, 'dropout_rate=1.0', '0 turns dropout off'),

@@ -1,5 +1,6 @@
 """Checks of arguments: a ValueError names argument, value and remedy."""
 
+import math
 import numbers
 from typing import Any
 
@@ -25,17 +26,20 @@ def divides(part: str, small: int, whole: str, large: int) -> None:
     )
 
 
-def rate(name: str, rate: float) -> None:
-  """Raises a ValueError unless 0 <= rate < 1."""
-  if not 0 <= rate < 1:
-    raise ValueError(f'{name}={rate} must lie in [0, 1); 0 turns dropout off')
+def rate(name: str, value: Any) -> None:
+  """Raises a ValueError unless 0 <= value < 1."""
+  if not (_is_real(value) and 0 <= value < 1):
+    raise ValueError(f'{name}={value} must lie in [0, 1); 0 turns dropout off')
 
 
-def softcap(logit_softcap: float | None) -> None:
-  """Raises a ValueError unless the bound is positive or None."""
-  if logit_softcap is not None and not logit_softcap > 0:
+def softcap(logit_softcap: Any) -> None:
+  """Raises a ValueError unless the bound is positive and finite, or None."""
+  if logit_softcap is None:
+    return
+  if not (_is_real(logit_softcap) and 0 < logit_softcap < math.inf):
     raise ValueError(
-      f'logit_softcap={logit_softcap} must be positive; None turns it off'
+      f'logit_softcap={logit_softcap} must be positive and finite; None turns '
+      'it off'
     )
 
 
@@ -57,3 +61,7 @@ def broadcast(
       f'{name} of shape {got} does not broadcast to ({", ".join(letters)}) = '
       f'{wanted}; give each dimension its size or 1'
     )
+
+
+def _is_real(value: Any) -> bool:
+  return isinstance(value, numbers.Real) and not isinstance(value, bool)

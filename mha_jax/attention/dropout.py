@@ -1,9 +1,8 @@
 """Dropout on attention weights, the same in every implementation.
 
 The scores of one head are covered by fixed tiles of TILE x TILE entries, and
-each tile draws its bits from a key of its own. An implementation that works by
-blocks, of whatever size, draws just the tiles it needs and drops the same
-weights as one that holds all of them.
+each tile draws its bits from a key of its own, so that the bit of a weight
+depends on its row and column alone, not on how many are drawn with it.
 """
 
 import dataclasses

@@ -6,7 +6,7 @@
 
 Scores and softmax are taken in float32 (float64 for float64 inputs). A query
 that may attend to nothing gets zeros. A key that no query may attend to is
-inert: it may hold NaN.
+inert, and so is a query that may attend to no key: they may hold NaN.
 
 Source: Vaswani et al. 2017, section 3.2.1; softcap: Gemma 2 (2024), section 2.
 """
@@ -18,8 +18,8 @@ import jax.numpy as jnp
 
 from mha_jax.attention import checks, masks
 from mha_jax.attention.dropout import Dropout
+from mha_jax.attention.dtypes import compute_dtype, wide_dtype
 from mha_jax.attention.notation import Array, Bool, Float, Shaped
-from mha_jax.attention.projections import compute_dtype, wide_dtype
 
 
 def attend(
@@ -79,7 +79,8 @@ def attend(
   )
   if allowed is not None:
     used = jnp.any(allowed, axis=0) if used is None else used
-    k, v = silence(k, v, used)
+    k, v = silence(k, used), silence(v, used)
+    q = silence(q, jnp.any(allowed, axis=1))
   q, k, v = (x.astype(dtype) for x in (q, k, v))
   weights = _weights(q, k, allowed, bias, scale, logit_softcap)
   kept = weights if dropout is None else dropout.apply(weights)
@@ -108,10 +109,10 @@ def allowed_pairs(
 
 
 def silence(
-  k: Shaped[Array, 's k'], v: Shaped[Array, 's v'], used: Bool[Array, ' s']
-) -> tuple[Shaped[Array, 's k'], Shaped[Array, 's v']]:
-  """Puts zeros where a key is not used, so that NaN there does no harm."""
-  return jnp.where(used[:, None], k, 0), jnp.where(used[:, None], v, 0)
+  x: Shaped[Array, 'length features'], used: Bool[Array, ' length']
+) -> Shaped[Array, 'length features']:
+  """Puts zeros where a query or key is not used: NaN there does no harm."""
+  return jnp.where(used[:, None], x, 0)
 
 
 def _weights(

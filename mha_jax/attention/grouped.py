@@ -22,13 +22,14 @@ import jax.numpy as jnp
 
 from mha_jax.attention import batching, checks, heads
 from mha_jax.attention.dropout import Dropout
+from mha_jax.attention.dtypes import compute_dtype
 from mha_jax.attention.norms import Norm
 from mha_jax.attention.notation import Array
 from mha_jax.attention.projections import (
   Params,
   Projection,
   Table,
-  compute_dtype,
+  check_params,
 )
 from mha_jax.attention.rope import Rope
 
@@ -178,6 +179,13 @@ def apply(
       'source of both as inputs_k'
     )
   self_attention = inputs_k is None
+  one_sided = input_positions is not None and key_positions is None
+  if one_sided and not self_attention and config.rope is not None:
+    raise ValueError(
+      'input_positions is given without key_positions, and RoPE turns the '
+      'keys of inputs_k too; pass key_positions, or leave inputs_k None for '
+      'self-attention'
+    )
   x = jnp.asarray(inputs_q)
   y = x if self_attention else jnp.asarray(inputs_k)
   z = y if inputs_v is None else jnp.asarray(inputs_v)
@@ -198,6 +206,7 @@ def apply(
   heads.pick(implementation)
 
   rows = config.table
+  check_params(rows, params)
   dtype = compute_dtype(dtype, x, y, z, *jax.tree.leaves(params))
   q, k, v = (
     rows[name].apply(params[name], batching.one_batch(a), dtype)

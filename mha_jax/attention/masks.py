@@ -8,10 +8,10 @@ by block, and composed with `&` and `|`:
   ■ ■ · ·
   ■ ■ ■ ·
 
-Two kinds of coordinate tell the tokens of an axis apart. A *position* is where
-a token stands in its sequence; `causal` compares positions. An *index* is the
-row or column of the call; `dense` and `lengths` go by it. Without
-`input_positions` the two are the same.
+`causal` compares positions, where a token stands in its sequence; `dense` and
+`lengths` go by the row and column of the call. Without `input_positions` the
+two are the same. Where the inputs have several batch dimensions, b counts the
+rows of all of them.
 
 Array leaves lead with (b, h), size 1 where they do not vary. `heads.py` peels
 off one axis per vmap, so that inside a head a dense mask is (t, s).
@@ -39,18 +39,13 @@ class Axis:
   Args:
     size: the number of tokens.
     positions: their positions; None: 0, 1, 2, ...
-    index: their rows or columns in the call; None: 0, 1, 2, ...
   """
 
   size: int = dataclasses.field(metadata={'static': True})
   positions: Array | None = None  # (size,)
-  index: Array | None = None  # (size,)
 
   def position_of_each(self) -> Int[Array, ' size']:
     return jnp.arange(self.size) if self.positions is None else self.positions
-
-  def index_of_each(self) -> Int[Array, ' size']:
-    return jnp.arange(self.size) if self.index is None else self.index
 
 
 class Mask:
@@ -70,14 +65,26 @@ class Mask:
     return Or(self, _operand(other))
 
   def draw(self, t: int, s: int, batch: int = 0, head: int = 0) -> str:
-    """The mask of one batch row and head as text: a line per query."""
+    """The mask of one batch row and head as text.
+
+    Args:
+      t: the number of queries, a line each.
+      s: the number of keys, a column each.
+      batch: the batch row to draw.
+      head: the head to draw.
+
+    Returns:
+      ■ where a query may attend to a key, · where it may not.
+    """
 
     def pick(leaf: Array) -> Array:
       b, h = min(batch, leaf.shape[0] - 1), min(head, leaf.shape[1] - 1)
       return leaf[b, h]
 
     single = jax.tree.map(pick, self)
-    allowed = np.broadcast_to(single.evaluate(Axis(t), Axis(s)), (t, s))
+    allowed = single.evaluate(Axis(t), Axis(s))
+    checks.broadcast('mask', allowed.shape, (t, s), 'ts')
+    allowed = np.broadcast_to(allowed, (t, s))
     return '\n'.join(
       ' '.join('■' if x else '·' for x in row) for row in allowed
     )
@@ -148,7 +155,7 @@ class Lengths(Mask):
   def evaluate(self, queries: Axis, keys: Axis) -> Bool[Array, '1 s']:
     del queries
     _check_peeled('lengths', self.lengths.shape, 0)
-    return keys.index_of_each()[None, :] < jnp.reshape(self.lengths, (1, 1))
+    return jnp.arange(keys.size)[None, :] < jnp.reshape(self.lengths, (1, 1))
 
   def check(self, shape: tuple[int, int, int, int]) -> None:
     checks.broadcast('lengths', self.lengths.shape[:1], shape[:1], 'b')
@@ -163,12 +170,7 @@ class Dense(Mask):
 
   def evaluate(self, queries: Axis, keys: Axis) -> Bool[Array, '#t #s']:
     _check_peeled('mask', self.allowed.shape, 2)
-    allowed = jnp.reshape(self.allowed, self.allowed.shape[-2:])
-    if queries.index is not None and allowed.shape[0] > 1:
-      allowed = allowed[queries.index]
-    if keys.index is not None and allowed.shape[1] > 1:
-      allowed = allowed[:, keys.index]
-    return allowed
+    return jnp.reshape(self.allowed, self.allowed.shape[-2:])
 
   def check(self, shape: tuple[int, int, int, int]) -> None:
     checks.broadcast('mask', self.allowed.shape, shape, 'bhts')

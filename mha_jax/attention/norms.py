@@ -6,12 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mha_jax.attention.dtypes import compute_dtype, wide_dtype
 from mha_jax.attention.notation import Array
 from mha_jax.attention.projections import (
   Params,
   Row,
-  compute_dtype,
-  wide_dtype,
 )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mha_jax.attention.dtypes import compute_dtype
 from mha_jax.attention.notation import LETTERS, LOGICAL_AXES, Array
 
 Params = Mapping[str, Any]
@@ -27,18 +28,6 @@ INITIALIZERS: Mapping[str, Initializer] = {
   'scale': jax.nn.initializers.ones,
 }
 """The default initialiser of a parameter, by its name."""
-
-
-def compute_dtype(dtype: Any, *arrays: Array) -> Any:
-  """The dtype to compute in: `dtype`, or the arrays' common inexact one."""
-  if dtype is None:
-    dtype = jnp.result_type(*arrays)
-  return dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.float32
-
-
-def wide_dtype(dtype: Any) -> Any:
-  """The dtype to accumulate in: float64 for float64, else float32."""
-  return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
 class Row:
@@ -65,6 +54,15 @@ class Row:
   @property
   def num_params(self) -> int:
     return sum(math.prod(shape) for shape in self.shapes.values())
+
+  def check(self, name: str, params: Any) -> None:
+    """Raises a ValueError unless the parameters are those of this row."""
+    got = {key: jnp.shape(value) for key, value in (params or {}).items()}
+    if got != self.shapes:
+      raise ValueError(
+        f'params[{name!r}] has shapes {got}, but the config asks for '
+        f'{self.shapes}; were they made for another config?'
+      )
 
   def init(
     self,
@@ -212,7 +210,7 @@ class Projection(Row):
       An array of the output's letters.
 
     Raises:
-      ValueError: the input's shape does not fit the kernel's.
+      ValueError: the input's shape does not fit the sizes.
     """
     x = jnp.asarray(x)
     input_letters, _, output_letters = self.letters
@@ -226,7 +224,8 @@ class Projection(Row):
         f'{sizes}; pass an array {tuple(input_letters)}'
       )
     params = {name: jnp.asarray(a) for name, a in params.items()}
-    kernel, bias = params['kernel'], params.get('bias')
+    kernel = params['kernel']
+    bias = params['bias'] if self.use_bias else None
     arrays = (x, kernel) if bias is None else (x, kernel, bias)
     dtype = compute_dtype(dtype, *arrays)
     y = jnp.einsum(self.spec, x.astype(dtype), kernel.astype(dtype))
@@ -254,6 +253,17 @@ def init_table(
     name: row.init(key, initializers, dtype)
     for key, (name, row) in zip(keys, table.items(), strict=True)
   }
+
+
+def check_params(table: Table, params: Mapping[str, Any]) -> None:
+  """Raises a ValueError unless the parameters are those of the table."""
+  for name, row in table.items():
+    row.check(name, params.get(name))
+  if extra := sorted(set(params) - set(table)):
+    raise ValueError(
+      f'params has {extra}, which the config does not ask for; it asks for '
+      f'{sorted(table)}'
+    )
 
 
 def num_params(table: Table) -> int:

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mha_jax.attention import checks
+from mha_jax.attention.dtypes import wide_dtype
 from mha_jax.attention.notation import Array
-from mha_jax.attention.projections import wide_dtype
 
 LAYOUTS = ('half', 'interleaved')
 

@@ -29,12 +29,11 @@ class Recorder:
 
   Args:
     workdir: the run's folder; made where absent.
-    config: a dataclass or a JSON-like mapping.
+    config: a dataclass or a JSON-like mapping; see `check_same_config`.
     step: the step that the run goes on from.
     tensorboard: whether to write TensorBoard events too.
 
   Raises:
-    ValueError: the folder holds a run with another config.
     ImportError: tensorboard=True without a writer installed.
   """
 
@@ -48,7 +47,6 @@ class Recorder:
     writer = event_writer() if tensorboard else None
     workdir.mkdir(parents=True, exist_ok=True)
     config = as_json(config)
-    check_same_config(workdir, config)
     write_json(workdir / 'config.json', config)
     write_json(workdir / 'env.json', environment())
     path = workdir / 'metrics.jsonl'
@@ -173,6 +171,6 @@ def event_writer() -> Any:
   except ImportError as error:
     raise ImportError(
       'TensorBoard events need tensorboardX; install it with: '
-      "pip install 'mha_jax[tensorboard]'"
+      "pip install -e '.[tensorboard]'"
     ) from error
   return tensorboardX.SummaryWriter

@@ -68,13 +68,14 @@ class TrainConfig:
     seed: of parameters, batches and dropout.
     steps: optimiser steps.
     batch_size: sequences a step.
-    steps_per_dispatch: steps in one compiled call; a line of metrics each.
+    steps_per_dispatch: steps in one compiled call; a line of metrics, their
+      means over these steps, each.
     eval_batches: fixed batches that each evaluation averages over.
     checkpoint_every: steps between checkpoints, rounded up to dispatches.
   """
 
   seed: int = 0
-  steps: int = 400
+  steps: int = 300
   batch_size: int = 32
   steps_per_dispatch: int = 20
   eval_batches: int = 4

@@ -223,9 +223,18 @@ class ErrorsTest(parameterized.TestCase):
     ({'bias': np.ones((S, T), np.float32)}, r'bias of shape \(7, 5\)'),
     ({'bias': np.ones((2, T, S), np.float32)}, r'bias of shape \(2, 5, 7\)'),
     ({'bias': np.ones((T, S), bool)}, r'bias has dtype bool.*mask='),
-    ({'logit_softcap': 0.0}, r'logit_softcap=0.0 must be positive; None'),
-    ({'logit_softcap': -1.0}, r'logit_softcap=-1.0 must be positive; None'),
-    ({'logit_softcap': np.nan}, r'logit_softcap=nan must be positive; None'),
+    (
+      {'logit_softcap': 0.0},
+      r'logit_softcap=0.0 must be positive and finite; None',
+    ),
+    (
+      {'logit_softcap': -1.0},
+      r'logit_softcap=-1.0 must be positive and finite; None',
+    ),
+    (
+      {'logit_softcap': np.nan},
+      r'logit_softcap=nan must be positive and finite; None',
+    ),
     (
       {'query_positions': np.ones(T)},
       r'query_positions must be integers.*float32',

@@ -370,8 +370,8 @@ class ErrorsTest(parameterized.TestCase):
     ({'out_features': 0}, 'out_features=0', 'positive integer'),
     ({'normalize_qk': 'batch'}, "normalize_qk='batch'", "'layer' or 'rms'"),
     ({'rope': Rope(), 'head_dim': 7}, 'head_dim=7', 'even .*nearest: 6, 8'),
-    ({'logit_softcap': -1.0}, 'logit_softcap=-1.0', 'positive; None turns'),
-    ({'logit_softcap': np.nan}, 'logit_softcap=nan', 'positive; None turns'),
+    ({'logit_softcap': -1.0}, 'logit_softcap=-1.0', 'finite; None turns'),
+    ({'logit_softcap': np.nan}, 'logit_softcap=nan', 'finite; None turns'),
   )
   def test_bad_configs(self, changes, value, remedy):
     """A config that cannot be is refused when it is made."""
@@ -422,3 +422,19 @@ class ErrorsTest(parameterized.TestCase):
       ValueError, rf'{name}.* of shape \(5, 3, 1, 7, 7\) does not broadcast'
     ):
       grouped.apply(config, p, x, **{name: array})
+
+  @parameterized.parameters(
+    (lambda p: p | {'key': p['query']}, r"params\['key'\].*asks for"),
+    (lambda p: {n: p[n] for n in ('query', 'key')}, r"params\['value'\] has"),
+    (lambda p: p | {'key_ln': {'scale': np.ones(2)}}, "'key_ln'.*not ask"),
+    (
+      lambda p: p | {'out': {'kernel': p['out']['kernel']}},
+      r"params\['out'\].*another config",
+    ),
+  )
+  def test_params_of_another_config(self, change, message):
+    """Are refused: broadcasting would make a wrong answer of them."""
+    config = GroupedConfig(d_model=6, num_heads=3, num_kv_heads=1)
+    params = change(params_for(config, dtype=np.float32))
+    with self.assertRaisesRegex(ValueError, message):
+      grouped.apply(config, params, normal(0, 2, 7, 6).astype(np.float32))

@@ -260,8 +260,9 @@ class ContractsTest(parameterized.TestCase):
       q, k, v, mask=mask, bias=bias, implementation=implementation
     )
     np.testing.assert_array_equal(np.asarray(plain)[empty], 0)
+    # What stands in such a query does not matter, not even to k and v.
     again = value_and_grads(
-      np.where(empty[..., None], 3.0, q).astype(np.float32),
+      np.where(empty[..., None], np.nan, q).astype(np.float32),
       k,
       v,
       np.where(empty[..., None], 5.0, cotangent).astype(np.float32),
@@ -590,8 +591,16 @@ class ErrorsTest(parameterized.TestCase):
     ({'bias': np.ones((T, S), int)}, 'bias has dtype int32', 'as floats'),
     ({'bias': np.ones((T, 3))}, r'bias of shape \(1, 1, 7, 3\)', 'give each'),
     ({'bias': np.ones((1,) * 5)}, r'bias of shape \(1, 1, 1, 1, 1\)', 'give'),
-    ({'logit_softcap': -2.0}, 'logit_softcap=-2.0', 'must be positive; None'),
-    ({'logit_softcap': np.nan}, 'logit_softcap=nan', 'must be positive; None'),
+    (
+      {'logit_softcap': -2.0},
+      'logit_softcap=-2.0',
+      'must be positive and finite; None',
+    ),
+    (
+      {'logit_softcap': np.nan},
+      'logit_softcap=nan',
+      'must be positive and finite; None',
+    ),
     ({'implementation': 'fast'}, "implementation='fast'", "use one of.*'auto'"),
     ({'query_positions': np.ones(T)}, 'query_positions must be integers', 'f'),
     ({'query_positions': np.arange(S)}, r'query_positions .*\(2, 7\)', '11'),

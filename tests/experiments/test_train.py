@@ -104,5 +104,5 @@ class TrainTest(parameterized.TestCase):
       result = self.call('--tensorboard')
     self.assertEqual(result.code, 2)
     self.assertEqual(result.err.count('\n'), 1)
-    self.assertIn("pip install 'mha_jax[tensorboard]'", result.err)
+    self.assertIn("pip install -e '.[tensorboard]'", result.err)
     self.assertEqual(scripts.contents(self.workdir), before)

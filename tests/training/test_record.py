@@ -125,7 +125,7 @@ class ResumeTest(RecordTestCase):
       r'x holds a run with another config \(model.d_model: 8 -> 16; '
       r'model.head_dim: None -> 4; new: None -> 1\); choose another --workdir',
     ):
-      record.Recorder(self.workdir, other)
+      record.check_same_config(self.workdir, other)
     self.assertEqual(
       before, {p: p.read_bytes() for p in self.workdir.iterdir()}
     )
@@ -197,6 +197,6 @@ class TensorBoardTest(RecordTestCase):
     """The error says how to install it."""
     with (
       mock.patch.dict(sys.modules, {'tensorboardX': None}),
-      self.assertRaisesRegex(ImportError, r"pip install 'mha_jax\[tensorboard"),
+      self.assertRaisesRegex(ImportError, r"pip install -e '.\[tensorboard"),
     ):
       record.Recorder(self.workdir, CONFIG, tensorboard=True)
