@@ -18,6 +18,8 @@ from typing import NoReturn, TypeVar
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
+from mha_jax.training.record import RecordError
+
 Settings = TypeVar('Settings')
 
 USER_ERRORS = (flags.Error, ImportError, OSError, TypeError, ValueError)
@@ -47,12 +49,14 @@ def run(
       raise ValueError(f'unknown argument {rest[1]!r}; flags start with --')
     settings = None if wants_help else parse()
   except USER_ERRORS as error:
-    print(f'error: {" ".join(str(error).split())}', file=sys.stderr)
-    sys.exit(2)
+    _refuse(error)
   if settings is None:
     print(_help(source))
     sys.exit(0)
-  sys.exit(main(settings))
+  try:
+    sys.exit(main(settings))
+  except (OSError, RecordError) as error:
+    _refuse(error)
 
 
 def load_config(source: str) -> ConfigDict:
@@ -75,7 +79,7 @@ def load_config(source: str) -> ConfigDict:
   try:
     spec.loader.exec_module(module)
     config = module.get_config(*([variants] if colon else []))
-  except Exception as error:  # the file may hold any code
+  except (Exception, SystemExit) as error:  # the file may hold any code
     kind = '' if isinstance(error, ValueError) else f'{type(error).__name__}: '
     raise ValueError(f'--config={source}: {kind}{error}') from error
   if not isinstance(config, ConfigDict):
@@ -84,6 +88,12 @@ def load_config(source: str) -> ConfigDict:
       f'{type(config).__name__}'
     )
   return config
+
+
+def _refuse(error: Exception) -> NoReturn:
+  """Says in one line what is wrong, and exits with code 2."""
+  print(f'error: {" ".join(str(error).split())}', file=sys.stderr)
+  sys.exit(2)
 
 
 def positive_ints(name: str, values: list[str]) -> list[int]:

@@ -10,6 +10,11 @@ from rich.table import Table
 
 Summary = dict[str, Any]
 
+CAPTION = (
+  'median and range over seeds; final loss and accuracy on evaluation batches; '
+  'steps/s of all seeds together'
+)
+
 
 def summarise(row: dict[str, Any], threshold: float) -> Summary:
   """One line of the table: medians and ranges over seeds.
@@ -65,9 +70,7 @@ def table(
     f'steps to\nloss < {threshold:g}',
     'steps/s',
   )
-  result = Table(
-    box=box.SIMPLE, padding=(0, 1, 0, 0), caption='median and range over seeds'
-  )
+  result = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), caption=CAPTION)
   for name in columns:
     result.add_column(name, justify='right', no_wrap=True)
   for s in summaries:
@@ -95,10 +98,14 @@ def verdict(summaries: Sequence[Summary], threshold: float) -> str:
   """
   if len(summaries) < 2:
     return 'One head count alone shows no trend; pass more to --n_heads.'
+  if any(s['seeds'] < 2 for s in summaries):
+    return 'One seed alone has no spread to hold a trend against; pass --seeds.'
   steps, loss = 'steps_to_threshold', 'final_loss'
   solved = all(s[f'{loss}_max'] < threshold for s in summaries)
   end = 'plateau' if solved else _trend(summaries, loss)
-  ends = f'{end} in the end (final loss {_examples(summaries, loss, ".4f")})'
+  note = 'all solve it; ' if solved else ''
+  losses = _examples(summaries, loss, '.4f')
+  ends = f'{end} in the end ({note}final loss {losses})'
   if all(math.isinf(s[f'{steps}_min']) for s in summaries):
     return (
       f'More heads {ends}; no head count reaches loss < {threshold:g}, so '

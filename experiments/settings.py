@@ -13,8 +13,17 @@ SECTIONS = ('name', 'task', 'model', 'optimizer', 'train')
 
 
 def check_sections(config: ConfigDict) -> None:
-  """Raises a ValueError unless the config has all its sections."""
-  missing = [name for name in SECTIONS if name not in config]
+  """Raises a ValueError unless the config has its sections and no others."""
+  if unknown := sorted(set(config) - set(SECTIONS)):
+    raise ValueError(
+      f'--config: the file gives {unknown}; a config has {SECTIONS}'
+    )
+  kinds = dict.fromkeys(SECTIONS, ConfigDict) | {'name': str}
+  missing = [
+    name
+    for name, kind in kinds.items()
+    if not isinstance(config.get(name), kind)
+  ]
   if missing:
     raise ValueError(
       f'--config: the file gives no {missing}; a config has {SECTIONS}'

@@ -31,6 +31,7 @@ from ml_collections import ConfigDict
 from rich.console import Console
 
 from experiments import command_line, figures, reports, settings
+from mha_jax.attention import checks
 from mha_jax.training import record, train
 from mha_jax.training.progress import ProgressBar
 from mha_jax.training.run import StopRequest, stop_on_signal
@@ -39,11 +40,19 @@ N_HEADS = flags.DEFINE_list(
   'n_heads', ['1', '2', '4', '8', '16'], 'head counts, divisors of d_model'
 )
 SEEDS = flags.DEFINE_integer(
-  'seeds', 3, 'seeds a head count, from train.seed on', lower_bound=1
+  'seeds',
+  3,
+  'seeds a head count, from train.seed on',
+  lower_bound=1,
+  upper_bound=1000,
 )
 THRESHOLD = flags.DEFINE_float(
   'threshold', 0.05, 'the loss (nats) that speed is measured to'
 )
+
+
+ROW = ('key', 'n_heads', 'head_dim', 'seeds', 'status')
+"""What every line of results.jsonl has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +85,7 @@ def parse() -> Settings:
       '--config.model.num_heads is what the sweep varies; use --n_heads'
     )
   heads = command_line.positive_ints('n_heads', N_HEADS.value)
-  if not THRESHOLD.value > 0:
-    raise ValueError(f'--threshold={THRESHOLD.value} must be positive')
+  checks.real('--threshold', THRESHOLD.value, 1e-6, 1e3)
   heads = sorted(set(heads))
   smallest = settings.experiment_from(_with_heads(config, heads[0]))
   first_seed = smallest.train.seed
@@ -105,10 +113,9 @@ def _with_heads(config: ConfigDict, num_heads: int) -> ConfigDict:
 
 def main(chosen: Settings) -> int:
   path = chosen.workdir / 'results.jsonl'
-  chosen.workdir.mkdir(parents=True, exist_ok=True)
-  record.write_json(chosen.workdir / 'env.json', record.environment())
-  done = {row['key']: row for row in record.read_jsonl(path)}
-  with stop_on_signal() as request:
+  with record.exclusive(chosen.workdir), stop_on_signal() as request:
+    record.write_json(chosen.workdir / 'env.json', record.environment())
+    done = {row['key']: row for row in record.read_jsonl(path, *ROW)}
     for point in chosen.points:
       if done.get(point.key, {}).get('status') == 'finished':
         continue
@@ -138,6 +145,7 @@ def measure(point: Point, request: StopRequest) -> dict[str, Any] | None:
     'n_heads': point.experiment.model.num_heads,
     'head_dim': point.experiment.model.attention_config.sizes['k'],
     'seeds': list(point.seeds),
+    'config': record.as_json(point.experiment),
   }
   try:
     numbers = train_seeds(point, request)
@@ -184,6 +192,8 @@ def train_seeds(point: Point, request: StopRequest) -> dict[str, Any] | None:
         return None
   evaluate = functools.partial(train.evaluate, experiment)
   final = jax.jit(jax.vmap(evaluate))(keys, state.params)
+  if not np.all(np.isfinite(final['eval_loss'])):
+    raise FloatingPointError('the loss is not finite at the end')
   curves = {
     name: np.concatenate([chunk[name] for chunk in history], axis=1)
     for name in ('loss', 'accuracy')

@@ -10,6 +10,7 @@ Ctrl-C and SIGTERM save and stop; the same command goes on from there.
 
 import dataclasses
 import pathlib
+import sys
 
 from absl import flags
 
@@ -41,7 +42,11 @@ def parse() -> Settings:
 
 
 def main(chosen: Settings) -> int:
-  outcome = run(chosen.experiment, chosen.workdir, chosen.tensorboard)
+  try:
+    outcome = run(chosen.experiment, chosen.workdir, chosen.tensorboard)
+  except FloatingPointError as error:
+    print(f'failed: {error}', file=sys.stderr)
+    return 1
   steps = chosen.experiment.train.steps
   if outcome.stopped_by is not None:
     print(
@@ -52,6 +57,7 @@ def main(chosen: Settings) -> int:
   numbers = '  '.join(
     f'{name} {outcome.metrics[name]:.4g}'
     for name in ('loss', 'accuracy', 'eval_loss', 'eval_accuracy')
+    if name in outcome.metrics
   )
   print(f'step {outcome.step}  {numbers}\nrecorded in {chosen.workdir}')
   return 0

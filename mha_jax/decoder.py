@@ -221,7 +221,7 @@ class DecoderLM(nn.Module):
         )
       positions = jnp.arange(t) if input_positions is None else input_positions
       _check_range('input_positions', positions, 'max_len', config.max_len)
-      rows = jnp.reshape(positions, (-1, t))
+      rows = jnp.reshape(positions, (positions.size // max(t, 1), t))
       x = x + nn.Embed(
         config.max_len, config.d_model, dtype=config.dtype, name='positions'
       )(rows)

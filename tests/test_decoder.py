@@ -429,7 +429,7 @@ class ErrorsTest(parameterized.TestCase):
     ({'dropout_rate': float('nan')}, 'dropout_rate=nan must lie in'),
     ({'normalize_qk': 'batch'}, "normalize_qk='batch' must be"),
     ({'logit_softcap': -1.0}, 'logit_softcap=-1.0 must be positive'),
-    ({'positions': 'rope', 'rope_theta': -1.0}, 'theta=-1.0 must be positive'),
+    ({'positions': 'rope', 'rope_theta': -1.0}, 'theta=-1.0 must lie in'),
   )
   def test_config(self, options, message):
     """A config that does not fit is refused when it is made."""

@@ -565,3 +565,12 @@ class ErrorsTest(parameterized.TestCase):
     variables = variables_of(module, self.x)
     with self.assertRaisesRegex(Exception, r'\(6, 3, 2\)|\(5, 3, 2\)'):
       module.apply(variables, self.x[..., :5])
+
+  def test_an_additive_mask(self):
+    """Would allow what it forbids: nonzero may attend. It is refused."""
+    module = SHELLS['mha']()
+    x = normal(0, B, T, D).astype(np.float32)
+    variables = variables_of(module, x)
+    additive = np.where(booleans(1, T, T), 0, -1e9)
+    with self.assertRaisesRegex(ValueError, 'additive values as bias='):
+      module.apply(variables, x, mask=additive)

@@ -1,5 +1,6 @@
 """Any number of batch dimensions as one, and what belongs to them."""
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from mha_jax.attention.notation import Array
 
 def one_batch(x: Array) -> Array:
   """(..., length, features) -> (b, length, features)."""
-  return jnp.reshape(x, (-1, *x.shape[-2:]))
+  return jnp.reshape(x, (math.prod(x.shape[:-2]), *x.shape[-2:]))
 
 
 def fold(name: str, array: Any, batch: tuple[int, ...]) -> Any:
@@ -31,7 +32,7 @@ def fold(name: str, array: Any, batch: tuple[int, ...]) -> Any:
       f'with batch dimensions {batch}; give each its size or 1'
     )
   array = jnp.broadcast_to(array, (*batch, *array.shape[-3:]))
-  return jnp.reshape(array, (-1, *array.shape[-3:]))
+  return jnp.reshape(array, (math.prod(batch), *array.shape[-3:]))
 
 
 def positions(
@@ -41,4 +42,6 @@ def positions(
   array = masks.as_positions(
     name, positions, (*batch, size), (1, size), (size,)
   )
-  return None if array is None else jnp.reshape(array, (-1, size))
+  if array is None:
+    return None
+  return jnp.reshape(array, (math.prod(array.shape[:-1]), size))

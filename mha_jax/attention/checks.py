@@ -6,30 +6,45 @@ from typing import Any
 
 
 def positive(name: str, value: Any) -> None:
-  """Raises a ValueError unless the value is None or a positive integer."""
-  if value is None:
-    return
-  whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-  if not whole or value < 1:
-    raise ValueError(f'{name}={value} must be a positive integer')
+  """Raises a ValueError unless the value is a positive integer."""
+  if not (_is_whole(value) and value >= 1):
+    raise ValueError(f'{name}={value!r} must be a positive integer')
+
+
+def real(name: str, value: Any, low: int | float, high: int | float) -> None:
+  """Raises a ValueError unless the value is a number in [low, high]."""
+  if not (_is_real(value) and low <= value <= high):
+    raise ValueError(f'{name}={value!r} must lie in [{low:g}, {high:g}]')
+
+
+def whole(name: str, value: Any, low: int, high: int) -> None:
+  """Raises a ValueError unless the value is an integer in [low, high]."""
+  if not (_is_whole(value) and low <= value <= high):
+    raise ValueError(
+      f'{name}={value!r} must be an integer and lie in [{low}, {high}]'
+    )
 
 
 def divides(part: str, small: int, whole: str, large: int) -> None:
   """Raises a ValueError that names the nearest divisors."""
-  if large % small:
-    divisors = [x for x in range(1, large + 1) if large % x == 0]
-    below = [x for x in divisors if x < small][-1:]
-    above = [x for x in divisors if x > small][:1]
-    nearest = ', '.join(str(x) for x in below + above)
-    raise ValueError(
-      f'{part}={small} must divide {whole}={large}; nearest: {nearest}'
-    )
+  if large % small == 0:
+    return
+  low = [x for x in range(1, math.isqrt(large) + 1) if large % x == 0]
+  divisors = low + [large // x for x in reversed(low)]
+  below = [x for x in divisors if x < small][-1:]
+  above = [x for x in divisors if x > small][:1]
+  nearest = ', '.join(str(x) for x in below + above)
+  raise ValueError(
+    f'{part}={small} must divide {whole}={large}; nearest: {nearest}'
+  )
 
 
 def rate(name: str, value: Any) -> None:
   """Raises a ValueError unless 0 <= value < 1."""
   if not (_is_real(value) and 0 <= value < 1):
-    raise ValueError(f'{name}={value} must lie in [0, 1); 0 turns dropout off')
+    raise ValueError(
+      f'{name}={value!r} must lie in [0, 1); 0 turns dropout off'
+    )
 
 
 def softcap(logit_softcap: Any) -> None:
@@ -38,8 +53,8 @@ def softcap(logit_softcap: Any) -> None:
     return
   if not (_is_real(logit_softcap) and 0 < logit_softcap < math.inf):
     raise ValueError(
-      f'logit_softcap={logit_softcap} must be positive and finite; None turns '
-      'it off'
+      f'logit_softcap={logit_softcap!r} must be positive and finite; None '
+      'turns it off'
     )
 
 
@@ -61,6 +76,10 @@ def broadcast(
       f'{name} of shape {got} does not broadcast to ({", ".join(letters)}) = '
       f'{wanted}; give each dimension its size or 1'
     )
+
+
+def _is_whole(value: Any) -> bool:
+  return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _is_real(value: Any) -> bool:

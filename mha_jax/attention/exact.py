@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mha_jax.attention import checks, masks
 from mha_jax.attention.dropout import Dropout
@@ -65,6 +66,7 @@ def attend(
   q, k, v = (jnp.asarray(x) for x in (q, k, v))
   _check_shapes(q, k, v)
   checks.softcap(logit_softcap)
+  check_scale(scale)
   dtype = compute_dtype(None, q, k, v)
   scale = q.shape[-1] ** -0.5 if scale is None else scale
   t, s = q.shape[0], k.shape[0]
@@ -138,6 +140,15 @@ def _weights(
   return jnp.where(empty, 0, jax.nn.softmax(scores, axis=-1))
 
 
+def check_scale(scale: Any) -> None:
+  """Raises a ValueError unless the scale is one number, or None."""
+  if scale is not None and np.shape(scale) != ():
+    raise ValueError(
+      f'scale of shape {np.shape(scale)} must be one number; scale q or k for '
+      'more'
+    )
+
+
 def _check_shapes(q: Array, k: Array, v: Array) -> None:
   """Raises a ValueError unless q (t, k), k (s, k), v (s, v) fit."""
   for name, x in (('q', q), ('k', k), ('v', v)):
@@ -146,6 +157,8 @@ def _check_shapes(q: Array, k: Array, v: Array) -> None:
         f'{name} of shape {x.shape} must be (length, features): attend works '
         'on one head; use multihead_attention for (b, h, t, k)'
       )
+  if q.shape[1] < 1:
+    raise ValueError(f'q of shape {q.shape} must have a head dimension >= 1')
   if q.shape[1] != k.shape[1]:
     raise ValueError(
       f'q has head dimension {q.shape[1]} and k {k.shape[1]}; they must agree'

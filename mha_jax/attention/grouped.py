@@ -73,8 +73,9 @@ class GroupedConfig:
 
   def __post_init__(self) -> None:
     for field in dataclasses.fields(self):
-      if field.type in (int, int | None):
-        checks.positive(field.name, getattr(self, field.name))
+      value = getattr(self, field.name)
+      if field.type is int or (field.type == int | None and value is not None):
+        checks.positive(field.name, value)
     if self.head_dim is None:
       checks.divides('num_heads', self.num_heads, 'd_model', self.d_model)
     checks.divides('num_kv_heads', self.sizes['n'], 'num_heads', self.num_heads)
@@ -85,6 +86,10 @@ class GroupedConfig:
       )
     checks.softcap(self.logit_softcap)
     if self.rope is not None:
+      if not isinstance(self.rope, Rope):
+        raise ValueError(
+          f'rope={self.rope!r} must be a Rope, as Rope(), or None'
+        )
       checks.even('head_dim', self.sizes['k'])
 
   @functools.cached_property

@@ -13,6 +13,7 @@ Masks, biases, positions and dropout keys ride along: an axis of size 1 is
 shared (`None`), any other is mapped (0).
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -78,6 +79,7 @@ def multihead_attention(
   b, h, t, n, s = _check_shapes(q, k, v)
   attend = pick(implementation)
   checks.softcap(logit_softcap)
+  exact.check_scale(scale)
   mask, bias = check_pairs(mask, bias, (b, h, t, s))
   extras = {
     'mask': mask,
@@ -219,6 +221,8 @@ def _check_shapes(
     raise ValueError(
       f'q has head dimension {head_dim} and k {k.shape[3]}; they must agree'
     )
+  if head_dim < 1:
+    raise ValueError(f'q of shape {q.shape} must have a head dimension >= 1')
   if n < 1 or h % n:
     raise ValueError(
       f'k and v have {n} heads, which must divide the {h} heads of q; heads '
@@ -230,4 +234,6 @@ def _check_shapes(
 def _per_row(name: str, positions: Any, b: int, size: int) -> Array | None:
   """Positions as (b, 1, length) or (1, 1, length): shared by the heads."""
   array = masks.as_positions(name, positions, (b, size), (1, size), (size,))
-  return None if array is None else jnp.reshape(array, (-1, 1, size))
+  if array is None:
+    return None
+  return jnp.reshape(array, (math.prod(array.shape[:-1]), 1, size))

@@ -64,6 +64,9 @@ class Mask:
   def __or__(self, other: 'Mask') -> 'Mask':
     return Or(self, _operand(other))
 
+  def __bool__(self) -> bool:
+    raise ValueError('masks combine with & and |, not with `and` and `or`')
+
   def draw(self, t: int, s: int, batch: int = 0, head: int = 0) -> str:
     """The mask of one batch row and head as text.
 
@@ -91,12 +94,12 @@ class Mask:
 
 
 def _operand(other: Any) -> Mask:
-  if not isinstance(other, Mask):
-    raise TypeError(
-      f'a Mask combines with a Mask, not with {type(other).__name__}; '
-      'wrap an array in masks.dense(...)'
-    )
-  return other
+  """A Mask from what stands on the other side of & or |."""
+  if other is None:
+    raise ValueError('a Mask combines with a Mask or an array, not with None')
+  mask = as_mask(from_numbers(other))
+  assert mask is not None
+  return mask
 
 
 @jax.tree_util.register_dataclass
@@ -230,6 +233,8 @@ def dense(allowed: ArrayLike) -> Mask:
 
 def as_mask(mask: Mask | ArrayLike | None) -> Mask | None:
   """A Mask from what users pass as `mask=`: a Mask, a boolean array or None."""
+  if callable(mask):
+    raise ValueError(f'mask={mask} is a function; call it, as masks.causal()')
   return mask if mask is None or isinstance(mask, Mask) else dense(mask)
 
 
@@ -237,11 +242,23 @@ def from_numbers(mask: Mask | ArrayLike | None) -> Mask | ArrayLike | None:
   """A boolean array from Flax's mask helpers' 0/1 numbers.
 
   Nonzero may attend. Masks, booleans and None come back as they are.
+
+  Raises:
+    ValueError: a number is negative or NaN, as in additive masks (where the
+      values are known, that is, outside of jit).
   """
-  if mask is None or isinstance(mask, Mask):
+  if mask is None or isinstance(mask, Mask) or callable(mask):
     return mask
   array = jnp.asarray(mask)
-  return array if array.dtype == jnp.bool_ else array != 0
+  if array.dtype == jnp.bool_:
+    return array
+  known = not isinstance(mask, jax.core.Tracer)
+  if known and not np.all(np.asarray(mask) >= 0):
+    raise ValueError(
+      'mask holds negative numbers or NaN, but nonzero may attend; pass '
+      'additive values as bias=, or mask == 0'
+    )
+  return array != 0
 
 
 def as_bias(
@@ -276,4 +293,11 @@ def as_positions(
       f'{name} must be integers of shape {wanted}, got {array.dtype} of shape '
       f'{array.shape}'
     )
+  if isinstance(positions, np.ndarray) and positions.size:
+    limits, low, high = jnp.iinfo(array.dtype), positions.min(), positions.max()
+    if low < limits.min or high > limits.max:
+      raise ValueError(
+        f'{name} from {low} to {high} do not fit {array.dtype}; use smaller '
+        'ones, or JAX_ENABLE_X64=1'
+      )
   return array

@@ -14,7 +14,6 @@ Source: Su et al. 2021, RoFormer, section 3.4.2.
 """
 
 import dataclasses
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -41,10 +40,7 @@ class Rope:
 
   def __post_init__(self) -> None:
     _check_layout('layout', self.layout)
-    if not (math.isfinite(self.theta) and self.theta > 0):
-      raise ValueError(
-        f'theta={self.theta} must be positive and finite; usual: 10000'
-      )
+    checks.real('theta', self.theta, 1, 1e12)
 
   def rotate(self, x: Any, positions: Any) -> Array:
     """Turns x (..., t, k) by positions that broadcast to (..., t).
@@ -62,6 +58,9 @@ class Rope:
         f'positions of shape {positions.shape} must have one dimension less '
         f'than x of shape {x.shape}'
       )
+    checks.broadcast(
+      'positions', positions.shape, x.shape[:-1], '.' * positions.ndim
+    )
     half = x.shape[-1] // 2
     wide = wide_dtype(x.dtype)
     frequencies = self.theta ** (-np.arange(half) / half)

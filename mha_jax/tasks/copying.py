@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from mha_jax.attention import checks
 from mha_jax.tasks.task import Batch
 
 PAD, SEP, FIRST_SYMBOL = 0, 1, 2
@@ -53,8 +54,7 @@ class CopyTask:
       ('num_symbols', self.num_symbols),
       ('min_length', shortest),
     ):
-      if value < 1:
-        raise ValueError(f'{name}={value} must be a positive integer')
+      checks.positive(name, value)
     if shortest > self.length:
       raise ValueError(
         f'min_length={self.min_length} exceeds length={self.length}; '

@@ -6,14 +6,16 @@ metrics.jsonl  one JSON object a line; no times, so that a run which stopped
                and went on leaves the same bytes as one that never stopped
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import pathlib
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -22,14 +24,17 @@ import jax
 PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
 
 
+class RecordError(ValueError):
+  """A folder of records cannot be used as it is; the message says why."""
+
+
 class Recorder:
   """Writes metrics as JSON lines and, where asked, to TensorBoard.
 
   What was written after `step`, and a line torn by a crash, is dropped first.
 
   Args:
-    workdir: the run's folder; made where absent.
-    config: a dataclass or a JSON-like mapping; see `check_same_config`.
+    workdir: the run's folder; see `claim`.
     step: the step that the run goes on from.
     tensorboard: whether to write TensorBoard events too.
 
@@ -40,17 +45,12 @@ class Recorder:
   def __init__(
     self,
     workdir: pathlib.Path,
-    config: Any,
     step: int = 0,
     tensorboard: bool = False,
   ):
     writer = event_writer() if tensorboard else None
-    workdir.mkdir(parents=True, exist_ok=True)
-    config = as_json(config)
-    write_json(workdir / 'config.json', config)
-    write_json(workdir / 'env.json', environment())
     path = workdir / 'metrics.jsonl'
-    kept = [row for row in read_jsonl(path) if row['step'] <= step]
+    kept = [row for row in read_jsonl(path, 'step') if row['step'] <= step]
     write_text(path, ''.join(map(_line, kept)))
     self.last: dict[str, float] = kept[-1] if kept else {}
     self._file = path.open('a')
@@ -83,21 +83,69 @@ def as_json(config: Any) -> Any:
 
 
 def check_same_config(workdir: pathlib.Path, config: Any) -> None:
-  """Raises a ValueError if the folder's run differs, and says in what."""
+  """Raises a RecordError if the folder's run differs, and says in what."""
   path = workdir / 'config.json'
   if not path.exists():
+    names = ('checkpoints', 'metrics.jsonl')
+    if left := [name for name in names if (workdir / name).exists()]:
+      raise RecordError(
+        f'workdir={workdir} holds {left} but no config.json to tell of which '
+        'run; choose another --workdir or remove it'
+      )
     return
-  old, new = _flatten(json.loads(path.read_text())), _flatten(config)
+  try:
+    saved = json.loads(path.read_text())
+  except ValueError as error:
+    raise RecordError(
+      f'{path} is no JSON ({error}); choose another --workdir or remove it'
+    ) from error
+  old, new = _flatten(saved), _flatten(config)
   changed = [
     f'{name}: {old.get(name)} -> {new.get(name)}'
     for name in sorted(old | new)
     if old.get(name) != new.get(name)
   ]
   if changed:
-    raise ValueError(
+    raise RecordError(
       f'workdir={workdir} holds a run with another config '
       f'({"; ".join(changed)}); choose another --workdir or remove it'
     )
+
+
+def claim(workdir: pathlib.Path, config: Any) -> None:
+  """Makes the folder this config's own: writes config.json and env.json.
+
+  Args:
+    workdir: the folder; made where absent.
+    config: a dataclass or a JSON-like mapping.
+
+  Raises:
+    RecordError: the folder holds a run with another config.
+  """
+  config = as_json(config)
+  check_same_config(workdir, config)
+  workdir.mkdir(parents=True, exist_ok=True)
+  write_json(workdir / 'config.json', config)
+  write_json(workdir / 'env.json', environment())
+
+
+@contextlib.contextmanager
+def exclusive(workdir: pathlib.Path) -> Iterator[None]:
+  """Keeps other processes out of the folder, within the block.
+
+  Raises:
+    RecordError: another process is in it.
+  """
+  workdir.mkdir(parents=True, exist_ok=True)
+  with (workdir / '.lock').open('w') as file:
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+      raise RecordError(
+        f'workdir={workdir} is in use by another process; wait for it or '
+        'choose another --workdir'
+      ) from error
+    yield
 
 
 def environment() -> dict[str, Any]:
@@ -113,14 +161,32 @@ def environment() -> dict[str, Any]:
   }
 
 
-def read_jsonl(path: pathlib.Path) -> list[dict[str, Any]]:
-  """The rows of a JSON-lines file; a last line torn by a crash is dropped."""
+def read_jsonl(path: pathlib.Path, *needed: str) -> list[dict[str, Any]]:
+  """The rows of a JSON-lines file; a last line torn by a crash is dropped.
+
+  Args:
+    path: the file; none there: no rows.
+    *needed: names that every row must have.
+
+  Raises:
+    RecordError: a line is no row.
+  """
   if not path.exists():
     return []
-  text = path.read_text()
-  return [
-    json.loads(line) for line in text[: text.rfind('\n') + 1].splitlines()
-  ]
+  rows = []
+  text = path.read_bytes()
+  lines = text[: text.rfind(b'\n') + 1].splitlines()
+  for number, line in enumerate(lines, 1):
+    try:
+      row = json.loads(line)
+    except ValueError:
+      row = None
+    if not isinstance(row, dict) or any(name not in row for name in needed):
+      raise RecordError(
+        f'{path}:{number} is no record; remove that line, or the folder'
+      )
+    rows.append(row)
+  return rows
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:

@@ -8,8 +8,10 @@ gives the same bits.
 import contextlib
 import dataclasses
 import functools
+import math
 import pathlib
 import signal
+import sys
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -20,7 +22,7 @@ import jax.numpy as jnp
 from mha_jax.training import train
 from mha_jax.training.checkpoints import Checkpoints
 from mha_jax.training.progress import ProgressBar
-from mha_jax.training.record import Recorder, as_json, check_same_config
+from mha_jax.training.record import Recorder, claim, exclusive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +51,10 @@ class StopRequest:
   def __call__(self, number: int, frame: FrameType | None) -> None:
     del frame
     self.signal = signal.Signals(number)
+    print(
+      f'{self.signal.name}: stopping after this dispatch; again: at once',
+      file=sys.stderr,
+    )
     signal.signal(number, signal.SIG_DFL)
 
 
@@ -81,20 +87,20 @@ def run(
     How the run ended. On SIGINT and SIGTERM it saves and returns early.
 
   Raises:
-    ValueError: the folder holds a run with another config.
+    RecordError: the folder holds another run, is in use, or cannot be read.
+    FloatingPointError: the loss is not finite; the checkpoints before stay.
   """
-  # First, since the checkpoint's shapes depend on the config.
-  check_same_config(workdir, as_json(experiment))
   key = jax.random.key(experiment.train.seed)
   with contextlib.ExitStack() as stack:
+    stack.enter_context(exclusive(workdir))
+    # First, since the checkpoint's shapes depend on the config.
+    claim(workdir, experiment)
     request = stack.enter_context(stop_on_signal())
     checkpoints = stack.enter_context(contextlib.closing(Checkpoints(workdir)))
     state = jax.jit(functools.partial(train.init, experiment))(key)
     state = checkpoints.restore(state) or state
     recorder = stack.enter_context(
-      contextlib.closing(
-        Recorder(workdir, experiment, int(state.step), tensorboard)
-      )
+      contextlib.closing(Recorder(workdir, int(state.step), tensorboard))
     )
     return _loop(experiment, key, state, recorder, checkpoints, request)
 
@@ -123,6 +129,11 @@ def _loop(
       step += num_steps
       metrics = {name: float(jnp.mean(x)) for name, x in history.items()}
       metrics |= {name: float(x) for name, x in evaluation.items()}
+      if not math.isfinite(metrics['loss']):
+        raise FloatingPointError(
+          f'the loss is not finite in steps {step - num_steps} to {step}; try '
+          'a smaller optimizer.learning_rate'
+        )
       recorder.write(step, metrics)
       bar.update(step, {name: metrics[name] for name in ('loss', 'accuracy')})
       every = config.checkpoint_every

@@ -8,7 +8,6 @@ functions vmap over keys and states, which makes seeds an axis.
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -45,19 +44,13 @@ class OptimizerConfig:
   clip_norm: float = 1.0
 
   def __post_init__(self) -> None:
-    for name in ('learning_rate', 'clip_norm'):
-      value = getattr(self, name)
-      if not (math.isfinite(value) and value > 0):
-        raise ValueError(f'{name}={value} must be positive and finite')
-    for name in ('b1', 'b2', 'final_fraction'):
-      value = getattr(self, name)
-      if not 0 <= value <= 1 or (name != 'final_fraction' and value == 1):
-        end = ']' if name == 'final_fraction' else ')'
-        raise ValueError(f'{name}={value} must lie in [0, 1{end}')
-    for name in ('warmup_steps', 'weight_decay'):
-      value = getattr(self, name)
-      if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f'{name}={value} must be 0 or positive')
+    checks.real('learning_rate', self.learning_rate, 1e-12, 1e3)
+    checks.real('clip_norm', self.clip_norm, 1e-12, 1e12)
+    checks.real('weight_decay', self.weight_decay, 0, 1e3)
+    checks.real('final_fraction', self.final_fraction, 0, 1)
+    checks.real('b1', self.b1, 0, 1 - 1e-7)
+    checks.real('b2', self.b2, 0, 1 - 1e-7)
+    checks.whole('warmup_steps', self.warmup_steps, 0, 2**31 - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,11 +75,12 @@ class TrainConfig:
   checkpoint_every: int = 100
 
   def __post_init__(self) -> None:
-    for field in dataclasses.fields(self):
-      if field.name != 'seed':
-        checks.positive(field.name, getattr(self, field.name))
-    if not 0 <= self.seed < 2**32:
-      raise ValueError(f'seed={self.seed} must lie in [0, 2^32)')
+    for name in ('batch_size', 'eval_batches', 'checkpoint_every'):
+      checks.positive(name, getattr(self, name))
+    checks.whole('seed', self.seed, 0, 2**32 - 1)
+    checks.whole('steps', self.steps, 1, 2**31 - 1)
+    # A stop on Ctrl-C waits for the end of a dispatch.
+    checks.whole('steps_per_dispatch', self.steps_per_dispatch, 1, 10_000)
 
 
 @dataclasses.dataclass(frozen=True)

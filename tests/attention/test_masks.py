@@ -237,10 +237,28 @@ class ErrorsTest(parameterized.TestCase):
       make()
 
   @parameterized.parameters('__and__', '__or__')
-  def test_only_masks_combine(self, operator: str):
-    """An array is not silently taken for a mask."""
-    with self.assertRaisesRegex(TypeError, r'wrap an array in masks\.dense'):
-      getattr(masks.causal(), operator)(np.ones((3, 3), bool))
+  def test_arrays_combine(self, operator: str):
+    """Booleans and Flax's 0/1 numbers do; an additive mask is refused."""
+    combine = getattr(masks.causal(), operator)
+    allowed = booleans(0, 3, 5)
+    wanted = combine(masks.dense(allowed)).draw(3, 5)
+    self.assertEqual(combine(allowed).draw(3, 5), wanted)
+    self.assertEqual(combine(allowed.astype(np.float32)).draw(3, 5), wanted)
+    with self.assertRaisesRegex(ValueError, 'additive values as bias='):
+      combine(np.where(allowed, 0, -np.inf))
+    with self.assertRaisesRegex(ValueError, 'not with None'):
+      combine(None)
+
+  def test_python_and_would_drop_a_mask(self):
+    """`and` and `or` give one operand alone, so they raise."""
+    with self.assertRaisesRegex(ValueError, 'combine with & and |'):
+      masks.causal() and masks.lengths([3])
+
+  def test_the_call_forgotten(self):
+    """masks.causal for masks.causal()."""
+    x = np.ones((2, 1, 3, 1), np.float32)
+    with self.assertRaisesRegex(ValueError, r'call it, as masks.causal\(\)'):
+      multihead_attention(x, x, x, mask=masks.causal)
 
   @parameterized.parameters('left', 'right')
   def test_combined_masks_are_checked(self, side: str):

@@ -173,9 +173,9 @@ class LayoutTest(oracles.X64TestCase):
 class ErrorsTest(parameterized.TestCase):
   @parameterized.parameters(
     (lambda: Rope(layout='halves'), r"layout='halves' must be one of \('half'"),
-    (lambda: Rope(theta=0.0), r'theta=0.0 must be positive'),
-    (lambda: Rope(theta=float('nan')), r'theta=nan must be positive'),
-    (lambda: Rope(theta=float('inf')), r'theta=inf must be positive'),
+    (lambda: Rope(theta=0.0), r'theta=0.0 must lie in'),
+    (lambda: Rope(theta=float('nan')), r'theta=nan must lie in'),
+    (lambda: Rope(theta=float('inf')), r'theta=inf must lie in'),
     (
       lambda: Rope().rotate(jnp.ones((2, 7)), jnp.arange(2)),
       r'head_dim=7 must be even for RoPE; nearest: 6, 8',

@@ -42,7 +42,7 @@ BAD_CALLS = {
   ),
   'bad_value': (
     ['--config.train.steps=0'],
-    ['--config.train', 'steps=0', 'positive'],
+    ['--config.train', 'steps=0', 'lie in'],
   ),
   'bad_rate': (
     ['--config.model.dropout_rate=1.5'],
@@ -67,14 +67,16 @@ BAD_SWEEPS = {
     ['--config.model.num_heads=2'],
     ['--config.model.num_heads', '--n_heads'],
   ),
+  'infinite': (['--threshold=inf'], ['--threshold=inf', 'lie in']),
+  'many_seeds': (['--seeds=1000000000'], ['seeds', '1000']),
   'no_seeds': (['--seeds=0'], ['seeds', '0']),
   'half_a_seed': (['--seeds=1.5'], ['seeds', '1.5']),
   'big_seed': (
     ['--config.train.seed=4294967295', '--seeds=2'],
     ['seed', '4294967295'],
   ),
-  'threshold': (['--threshold=0'], ['--threshold=0', 'positive']),
-  'nan': (['--threshold=nan'], ['--threshold=nan', 'positive']),
+  'threshold': (['--threshold=0'], ['--threshold=0', 'lie in']),
+  'nan': (['--threshold=nan'], ['--threshold=nan', 'lie in']),
 }
 
 

@@ -29,7 +29,7 @@ OVERRIDES = (
   f'--config.train.steps={STEPS}',
   '--config.train.steps_per_dispatch=5',
 )
-FILES = {'env.json', 'results.jsonl', 'results.csv', 'sweep_heads.png'}
+FILES = {'.lock', 'env.json', 'results.jsonl', 'results.csv', 'sweep_heads.png'}
 train_seeds = sweep_heads.train_seeds
 
 

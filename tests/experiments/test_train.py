@@ -51,6 +51,7 @@ class TrainTest(parameterized.TestCase):
       {
         'checkpoints',
         'config.json',
+        '.lock',
         'env.json',
         'metrics.jsonl',
         'tensorboard',

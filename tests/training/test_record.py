@@ -24,7 +24,9 @@ class RecordTestCase(parameterized.TestCase):
     self.metrics = self.workdir / 'metrics.jsonl'
 
   def record(self, step: int = 0, **options) -> record.Recorder:
-    recorder = record.Recorder(self.workdir, CONFIG, step, **options)
+    if not self.metrics.exists():
+      record.claim(self.workdir, CONFIG)
+    recorder = record.Recorder(self.workdir, step, **options)
     self.addCleanup(recorder.close)
     return recorder
 
@@ -200,3 +202,40 @@ class TensorBoardTest(RecordTestCase):
       self.assertRaisesRegex(ImportError, r"pip install -e '.\[tensorboard"),
     ):
       record.Recorder(self.workdir, CONFIG, tensorboard=True)
+
+
+class FolderTest(RecordTestCase):
+  @parameterized.parameters('junk', '{}', '[1]', '"step"', '\xff')
+  def test_a_line_that_is_no_record(self, line):
+    """Is named with file and number, and stays."""
+    self.workdir.mkdir(parents=True)
+    text = f'{{"step": 1}}\n{line}\n{{"step": 3}}\n'
+    self.metrics.write_text(text, encoding='latin-1')
+    with self.assertRaisesRegex(record.RecordError, r'metrics.jsonl:2 is no'):
+      record.read_jsonl(self.metrics, 'step')
+    self.assertEqual(self.metrics.read_text(encoding='latin-1'), text)
+
+  @parameterized.parameters('checkpoints', 'metrics.jsonl')
+  def test_a_run_without_its_config(self, name):
+    """Nobody knows which run it was: it is not gone on with."""
+    (self.workdir / name).mkdir(parents=True)
+    with self.assertRaisesRegex(record.RecordError, f'{name}.*no config.json'):
+      record.claim(self.workdir, CONFIG)
+
+  def test_a_broken_config(self):
+    """Names the file."""
+    self.workdir.mkdir(parents=True)
+    (self.workdir / 'config.json').write_text('{"model"')
+    with self.assertRaisesRegex(record.RecordError, r'config.json is no JSON'):
+      record.claim(self.workdir, CONFIG)
+
+  def test_one_process_at_a_time(self):
+    """A second lock is refused; a released one can be had again."""
+    with (
+      record.exclusive(self.workdir),
+      self.assertRaisesRegex(record.RecordError, 'in use by another'),
+      record.exclusive(self.workdir),
+    ):
+      pass
+    with record.exclusive(self.workdir):
+      pass

@@ -231,6 +231,23 @@ class FolderTest(parameterized.TestCase):
       run_lib.run(other, self.workdir)
     self.assertEqual(scripts.contents(self.workdir), before)
 
+  def test_a_loss_that_is_not_finite(self):
+    """Ends the run; neither record nor checkpoint takes it in."""
+    workdir = self.workdir.parent / 'diverged'
+    advance = train.advance
+
+    def diverging(*args):
+      state, metrics = advance(*args)
+      return state, metrics | {'loss': metrics['loss'] * float('nan')}
+
+    with (
+      mock.patch.object(train, 'advance', diverging),
+      self.assertRaisesRegex(FloatingPointError, 'learning_rate'),
+    ):
+      run_lib.run(self.experiment, workdir)
+    self.assertEmpty(read_jsonl(workdir / 'metrics.jsonl'))
+    self.assertEmpty(checkpoints_in(workdir))
+
   def test_a_signal_before_the_first_step(self):
     """It ends the run at step 0, saved there, with no metrics."""
     workdir = self.workdir.parent / 'early'

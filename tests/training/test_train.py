@@ -336,22 +336,24 @@ class ConfigTest(parameterized.TestCase):
       BASE.train.seed = 2
 
   @parameterized.parameters(
-    (OptimizerConfig, 'learning_rate', 0.0, 'positive and finite'),
-    (OptimizerConfig, 'learning_rate', math.nan, 'positive and finite'),
-    (OptimizerConfig, 'learning_rate', math.inf, 'positive and finite'),
-    (OptimizerConfig, 'clip_norm', -1.0, 'positive and finite'),
-    (OptimizerConfig, 'b1', 1.0, r'must lie in \[0, 1\)'),
-    (OptimizerConfig, 'b2', -0.1, r'must lie in \[0, 1\)'),
+    (OptimizerConfig, 'learning_rate', 0.0, r'must lie in \[1e-12'),
+    (OptimizerConfig, 'learning_rate', math.nan, r'must lie in \[1e-12'),
+    (OptimizerConfig, 'learning_rate', math.inf, r'must lie in \[1e-12'),
+    (OptimizerConfig, 'clip_norm', -1.0, r'must lie in \[1e-12'),
+    (OptimizerConfig, 'b1', 1.0, r'must lie in \[0, 1\]'),
+    (OptimizerConfig, 'b2', -0.1, r'must lie in \[0, 1\]'),
     (OptimizerConfig, 'final_fraction', 1.5, r'must lie in \[0, 1\]'),
-    (OptimizerConfig, 'warmup_steps', -1, '0 or positive'),
-    (OptimizerConfig, 'weight_decay', math.nan, '0 or positive'),
-    (TrainConfig, 'steps', 0, 'positive integer'),
+    (OptimizerConfig, 'warmup_steps', -1, r'integer and lie in \[0'),
+    (OptimizerConfig, 'weight_decay', math.nan, r'must lie in \[0'),
+    (TrainConfig, 'steps', 0, r'integer and lie in \[1'),
     (TrainConfig, 'batch_size', -2, 'positive integer'),
-    (TrainConfig, 'steps_per_dispatch', 0, 'positive integer'),
+    (TrainConfig, 'steps_per_dispatch', 10**6, r'lie in \[1, 10000\]'),
     (TrainConfig, 'eval_batches', 0, 'positive integer'),
     (TrainConfig, 'checkpoint_every', 0, 'positive integer'),
-    (TrainConfig, 'seed', -1, 'must lie in'),
-    (TrainConfig, 'seed', 2**32, 'must lie in'),
+    (TrainConfig, 'seed', -1, 'integer and lie in'),
+    (TrainConfig, 'seed', 2**32, 'integer and lie in'),
+    (TrainConfig, 'batch_size', 2.5, 'positive integer'),
+    (TrainConfig, 'steps', None, 'integer'),
   )
   def test_errors(self, kind, name, value, remedy):
     """They name the field, its value and what it must be."""
