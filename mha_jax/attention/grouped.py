@@ -24,7 +24,7 @@ from mha_jax.attention import batching, checks, heads
 from mha_jax.attention.dropout import Dropout
 from mha_jax.attention.dtypes import compute_dtype
 from mha_jax.attention.norms import Norm
-from mha_jax.attention.notation import Array
+from mha_jax.attention.notation import Array, Float, Shaped
 from mha_jax.attention.projections import (
   Params,
   Projection,
@@ -210,22 +210,11 @@ def apply(
   gates = None if head_gates is None else _gates(head_gates, h)
   heads.pick(implementation)
 
-  rows = config.table
-  check_params(rows, params)
+  check_params(config.table, params)
   dtype = compute_dtype(dtype, x, y, z, *jax.tree.leaves(params))
-  q, k, v = (
-    rows[name].apply(params[name], batching.one_batch(a), dtype)
-    for name, a in (('query', x), ('key', y), ('value', z))
-  )
-  if config.normalize_qk:
-    q = rows['query_ln'].apply(params['query_ln'], q, dtype)
-    k = rows['key_ln'].apply(params['key_ln'], k, dtype)
-  if config.rope is not None:
-    q, k = _rotate(config.rope, q, queries), _rotate(config.rope, k, keys)
+  x, y, z = (batching.one_batch(a) for a in (x, y, z))
   o = heads.multihead_attention(
-    q,
-    k,
-    v,
+    *_project(config, params, x, y, z, queries, keys, dtype),
     mask=mask,
     bias=bias,
     logit_softcap=config.logit_softcap,
@@ -238,11 +227,35 @@ def apply(
   o, weights = o if return_weights else (o, None)
   if gates is not None:
     o = o * gates.astype(o.dtype)
-  out = rows['out'].apply(params['out'], o, dtype)
+  out = config.table['out'].apply(params['out'], o, dtype)
   out = jnp.reshape(out, (*batch, t, out.shape[-1]))
   if weights is None:
     return out
   return out, jnp.reshape(weights, (*batch, h, t, s))
+
+
+def _project(
+  config: GroupedConfig,
+  params: Mapping[str, Params],
+  x: Shaped[Array, 'b t dq'],
+  y: Shaped[Array, 'b s dk'],
+  z: Shaped[Array, 'b s dv'],
+  queries: Array | None,
+  keys: Array | None,
+  dtype: Any,
+) -> tuple[Float[Array, 'b h t k'], Float[Array, 'b n s k'], Array]:
+  """Queries, keys (normalised, then rotated) and values, heads first."""
+  rows = config.table
+  q, k, v = (
+    rows[name].apply(params[name], a, dtype)
+    for name, a in (('query', x), ('key', y), ('value', z))
+  )
+  if config.normalize_qk:
+    q = rows['query_ln'].apply(params['query_ln'], q, dtype)
+    k = rows['key_ln'].apply(params['key_ln'], k, dtype)
+  if config.rope is not None:
+    q, k = _rotate(config.rope, q, queries), _rotate(config.rope, k, keys)
+  return q, k, v
 
 
 def _check_inputs(config: GroupedConfig, x: Array, y: Array, z: Array) -> None:

@@ -102,40 +102,36 @@ def _operand(other: Any) -> Mask:
   return mask
 
 
+@dataclasses.dataclass(frozen=True)
+class _Pair(Mask):
+  """Two masks, to be combined."""
+
+  left: Mask
+  right: Mask
+
+  def check(self, shape: tuple[int, int, int, int]) -> None:
+    self.left.check(shape)
+    self.right.check(shape)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class And(Mask):
+class And(_Pair):
   """Both masks allow it."""
 
-  left: Mask
-  right: Mask
-
   def evaluate(self, queries: Axis, keys: Axis) -> Bool[Array, '#t #s']:
-    return self.left.evaluate(queries, keys) & self.right.evaluate(
-      queries, keys
-    )
-
-  def check(self, shape: tuple[int, int, int, int]) -> None:
-    self.left.check(shape)
-    self.right.check(shape)
+    left = self.left.evaluate(queries, keys)
+    return left & self.right.evaluate(queries, keys)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Or(Mask):
+class Or(_Pair):
   """Either mask allows it."""
 
-  left: Mask
-  right: Mask
-
   def evaluate(self, queries: Axis, keys: Axis) -> Bool[Array, '#t #s']:
-    return self.left.evaluate(queries, keys) | self.right.evaluate(
-      queries, keys
-    )
-
-  def check(self, shape: tuple[int, int, int, int]) -> None:
-    self.left.check(shape)
-    self.right.check(shape)
+    left = self.left.evaluate(queries, keys)
+    return left | self.right.evaluate(queries, keys)
 
 
 @jax.tree_util.register_dataclass
