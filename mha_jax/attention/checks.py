@@ -14,7 +14,7 @@ def positive(name: str, value: Any) -> None:
 def real(name: str, value: Any, low: int | float, high: int | float) -> None:
   """Raises a ValueError unless the value is a number in [low, high]."""
   if not (_is_real(value) and low <= value <= high):
-    raise ValueError(f'{name}={value!r} must lie in [{low:g}, {high:g}]')
+    raise ValueError(f'{name}={value!r} must lie in [{low}, {high}]')
 
 
 def whole(name: str, value: Any, low: int, high: int) -> None:

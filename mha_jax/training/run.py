@@ -9,9 +9,9 @@ import contextlib
 import dataclasses
 import functools
 import math
+import os
 import pathlib
 import signal
-import sys
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -23,6 +23,8 @@ from mha_jax.training import train
 from mha_jax.training.checkpoints import Checkpoints
 from mha_jax.training.progress import ProgressBar
 from mha_jax.training.record import Recorder, claim, exclusive
+
+STDERR = 2  # the file descriptor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,10 +53,9 @@ class StopRequest:
   def __call__(self, number: int, frame: FrameType | None) -> None:
     del frame
     self.signal = signal.Signals(number)
-    print(
-      f'{self.signal.name}: stopping after this dispatch; again: at once',
-      file=sys.stderr,
-    )
+    # Not print: the signal may arrive in the middle of a buffered write.
+    text = f'{self.signal.name}: stopping after this dispatch; again: at once\n'
+    os.write(STDERR, text.encode())
     signal.signal(number, signal.SIG_DFL)
 
 

@@ -340,8 +340,8 @@ class ConfigTest(parameterized.TestCase):
     (OptimizerConfig, 'learning_rate', math.nan, r'must lie in \[1e-12'),
     (OptimizerConfig, 'learning_rate', math.inf, r'must lie in \[1e-12'),
     (OptimizerConfig, 'clip_norm', -1.0, r'must lie in \[1e-12'),
-    (OptimizerConfig, 'b1', 1.0, r'must lie in \[0, 1\]'),
-    (OptimizerConfig, 'b2', -0.1, r'must lie in \[0, 1\]'),
+    (OptimizerConfig, 'b1', 1.0, r'must lie in \[0, 0.999'),
+    (OptimizerConfig, 'b2', -0.1, r'must lie in \[0, 0.999'),
     (OptimizerConfig, 'final_fraction', 1.5, r'must lie in \[0, 1\]'),
     (OptimizerConfig, 'warmup_steps', -1, r'integer and lie in \[0'),
     (OptimizerConfig, 'weight_decay', math.nan, r'must lie in \[0'),
@@ -362,8 +362,10 @@ class ConfigTest(parameterized.TestCase):
 
   def test_limits_are_allowed(self):
     """A constant learning rate, no decay and no momentum are settings."""
-    OptimizerConfig(final_fraction=1.0, b1=0.0, weight_decay=0.0)
-    OptimizerConfig(final_fraction=0.0, warmup_steps=0)
+    constant = OptimizerConfig(final_fraction=1.0, b1=0.0, weight_decay=0.0)
+    self.assertEqual((constant.final_fraction, constant.b1), (1.0, 0.0))
+    cold = OptimizerConfig(final_fraction=0.0, warmup_steps=0)
+    self.assertEqual((cold.final_fraction, cold.warmup_steps), (0.0, 0))
 
   def test_warmup_must_end(self):
     """The error names both fields."""
