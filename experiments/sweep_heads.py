@@ -143,7 +143,7 @@ def measure(point: Point, request: StopRequest) -> dict[str, Any] | None:
   head = {
     'key': point.key,
     'n_heads': point.experiment.model.num_heads,
-    'head_dim': point.experiment.model.attention_config.sizes['k'],
+    'head_dim': point.experiment.model.attention_config.qk_head_dim,
     'seeds': list(point.seeds),
     'config': record.as_json(point.experiment),
   }

@@ -16,16 +16,28 @@ import jax
 import jax.numpy as jnp
 
 import mha_jax.linen as mha
-from mha_jax.attention import GroupedConfig, Rope, checks, masks, module_config
+from mha_jax.attention import AttentionConfig, Rope, checks, masks, variants
+from mha_jax.attention.arguments import as_positions
 from mha_jax.attention.dtypes import wide_dtype
 
 POSITIONS = ('learned', 'rope', 'none')
 DTYPES = ('float32', 'bfloat16', 'float16', 'float64')
-ATTENTION = {
-  'mha': mha.MultiHeadAttention,
-  'gqa': mha.GroupedQueryAttention,
-  'mqa': mha.MultiQueryAttention,
-}
+ATTENTION_FIELDS = (
+  'd_model',
+  'num_heads',
+  'num_kv_heads',
+  'head_dim',
+  'v_head_dim',
+  'kv_lora_rank',
+  'q_lora_rank',
+  'qk_nope_head_dim',
+  'qk_rope_head_dim',
+  'use_bias',
+  'normalize_qk',
+  'rope',
+  'logit_softcap',
+)
+"""What of a decoder's config goes into its attention's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +49,16 @@ class DecoderConfig:
     max_len: the longest sequence; only learned positions need it.
     d_model: width of the residual stream.
     num_layers: number of blocks.
-    attention: 'mha', 'gqa' or 'mqa'.
+    attention: a name in `mha_jax.attention.variants.VARIANTS`.
     num_heads: query heads.
-    num_kv_heads: key/value heads, for 'gqa'.
-    head_dim: features of a head; None: d_model / num_heads.
+    num_kv_heads: key/value heads, for 'gqa' and 'gta'.
+    head_dim: features of a head, but for 'mla'; None: d_model / num_heads.
+    v_head_dim: features of a value head; None: as those of a key.
+    kv_lora_rank: features of the latent, for 'mla' like those that follow.
+    q_lora_rank: features of the query latent; None: none.
+    qk_nope_head_dim: features of a head that do not rotate.
+    qk_rope_head_dim: rotary features; None: half of qk_nope_head_dim with
+      positions='rope', else 0.
     mlp_dim: hidden width f of the MLP; 0: no MLP.
     positions: 'learned', 'rope' or 'none'.
     rope_theta: base of RoPE's wavelengths.
@@ -62,6 +80,11 @@ class DecoderConfig:
   num_heads: int = 4
   num_kv_heads: int | None = None
   head_dim: int | None = None
+  v_head_dim: int | None = None
+  kv_lora_rank: int | None = None
+  q_lora_rank: int | None = None
+  qk_nope_head_dim: int | None = None
+  qk_rope_head_dim: int | None = None
   mlp_dim: int = 0
   positions: str = 'learned'
   rope_theta: float = 10_000.0
@@ -84,10 +107,6 @@ class DecoderConfig:
       raise ValueError(
         f'dtype={self.dtype!r} needs 64-bit JAX; set JAX_ENABLE_X64=1'
       )
-    if self.attention not in ATTENTION:
-      raise ValueError(
-        f'attention={self.attention!r} must be in {tuple(ATTENTION)}'
-      )
     checks.rate('dropout_rate', self.dropout_rate)
     self.attention_config  # noqa: B018  checks the sizes
 
@@ -96,20 +115,10 @@ class DecoderConfig:
     return Rope(self.rope_theta) if self.positions == 'rope' else None
 
   @property
-  def attention_config(self) -> GroupedConfig:
+  def attention_config(self) -> AttentionConfig:
     """The shape of one block's attention."""
-    return GroupedConfig(
-      d_model=self.d_model,
-      num_heads=self.num_heads,
-      num_kv_heads=module_config.kv_heads_of(
-        self.attention, self.num_heads, self.num_kv_heads
-      ),
-      head_dim=self.head_dim,
-      use_bias=self.use_bias,
-      normalize_qk=self.normalize_qk or False,
-      rope=self.rope,
-      logit_softcap=self.logit_softcap,
-    )
+    options = {name: getattr(self, name) for name in ATTENTION_FIELDS}
+    return variants.build(self.attention, **options)
 
 
 class Block(nn.Module):
@@ -128,15 +137,9 @@ class Block(nn.Module):
     sow_weights: bool,
   ) -> jax.Array:
     config = self.config
-    attention = ATTENTION[config.attention](
-      num_heads=config.num_heads,
-      num_kv_heads=config.num_kv_heads,
-      head_dim=config.head_dim,
+    attention = mha.Attention(
+      config.attention_config,
       dropout_rate=config.dropout_rate,
-      use_bias=config.use_bias,
-      normalize_qk=config.normalize_qk or False,
-      rope=config.rope,
-      logit_softcap=config.logit_softcap,
       dtype=config.dtype,
       name='attention',
     )
@@ -205,7 +208,7 @@ class DecoderLM(nn.Module):
         f'{tokens.shape}'
       )
     b, t = tokens.shape
-    input_positions = masks.as_positions(
+    input_positions = as_positions(
       'input_positions', input_positions, (b, t), (1, t), (t,)
     )
     gates = _gates_by_layer(config, head_gates)

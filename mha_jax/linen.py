@@ -6,8 +6,9 @@
   variables = layer.init(key, x)
   y = layer.apply(variables, x, mask=masks.causal())
 
-The parameter tree is that of `flax.linen.MultiHeadDotProductAttention`, whose
-checkpoints load unchanged; arguments that both have bear Flax's names.
+`MultiHeadAttention` is a drop-in for `nn.MultiHeadDotProductAttention`: the
+same arguments, the same parameter tree, the same initial values. An argument
+that we do not take says what to use instead.
 """
 
 from collections.abc import Callable
@@ -18,20 +19,25 @@ import jax
 import jax.numpy as jnp
 from flax.core import meta
 
+from mha_jax import flax_arguments
 from mha_jax.attention import (
+  AttentionConfig,
   Dropout,
   Rope,
+  apply,
   checks,
-  grouped,
   masks,
-  module_config,
+  variants,
 )
 from mha_jax.attention.projections import INITIALIZERS, Initializer, Row
 
 __all__ = [
+  'Attention',
   'GroupedQueryAttention',
   'MultiHeadAttention',
+  'MultiHeadLatentAttention',
   'MultiQueryAttention',
+  'attention_fn',
 ]
 
 
@@ -55,56 +61,24 @@ class Parameters(nn.Module):
     def init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
       flat = self.row.init_shapes[name]
       value = self.initializers[name](key, flat, dtype)
-      if isinstance(value, meta.AxisMetadata):
-        return meta.replace_boxed(value, jnp.reshape(value.unbox(), shape))
-      return jnp.reshape(value, shape)
+      if not isinstance(value, meta.AxisMetadata):
+        return jnp.reshape(value, shape)
+      flax_arguments.check_axis_names(
+        f'{name}_init of {self.name!r}', getattr(value, 'names', None), shape
+      )
+      return meta.replace_boxed(value, jnp.reshape(value.unbox(), shape))
 
     return init
 
 
-class GroupedQueryAttention(nn.Module):
-  """Attention with fewer key/value heads than query heads.
+class _Shell(nn.Module):
+  """What all modules do; a subclass has the fields and says its config."""
 
-  Attributes:
-    num_heads: query heads h.
-    dtype: the dtype to compute in; None: that of inputs and parameters.
-    param_dtype: the dtype of the parameters.
-    qkv_features: h k in all; None: the width of inputs_q.
-    out_features: width of the output; None: the width of inputs_q.
-    dropout_rate: probability in [0, 1) to drop an attention weight; drawn per
-      row, head, query and key.
-    deterministic: whether dropout is off; may be given at the call instead.
-    kernel_init: initialiser of the kernels; sees (fan-in, fan-out).
-    bias_init: initialiser of the biases.
-    use_bias: whether the projections add a bias.
-    normalize_qk: False, True (Flax's LayerNorm), 'layer' or 'rms'.
-    num_kv_heads: key/value heads n, a divisor of h.
-    head_dim: k, free of the input's width; None: qkv_features / h.
-    v_head_dim: v; None: head_dim.
-    rope: a `Rope` that rotates queries and keys; None: none.
-    logit_softcap: bound on the scores; None: none.
-    implementation: see `mha_jax.attention.multihead_attention`.
-  """
-
-  kind = 'gqa'  # no field: the subclasses' own
-
-  num_heads: int
-  dtype: Any = None
-  param_dtype: Any = jnp.float32
-  qkv_features: int | None = None
-  out_features: int | None = None
-  dropout_rate: float = 0.0
-  deterministic: bool | None = None
-  kernel_init: Initializer = INITIALIZERS['kernel']
-  bias_init: Initializer = INITIALIZERS['bias']
-  use_bias: bool = True
-  normalize_qk: bool | str = False
-  num_kv_heads: int | None = None
-  head_dim: int | None = None
-  v_head_dim: int | None = None
-  rope: Rope | None = None
-  logit_softcap: float | None = None
-  implementation: str = 'auto'
+  def config_for(
+    self, inputs_q: Any, inputs_k: Any, inputs_v: Any
+  ) -> AttentionConfig:
+    """The shape of the attention, by the module's fields and its inputs."""
+    raise NotImplementedError
 
   @nn.compact
   def __call__(
@@ -113,14 +87,15 @@ class GroupedQueryAttention(nn.Module):
     inputs_k: Any = None,
     inputs_v: Any = None,
     *,
+    inputs_kv: Any = None,
     mask: Any = None,
     deterministic: bool | None = None,
+    dropout_rng: jax.Array | None = None,
+    sow_weights: bool = False,
     input_positions: Any = None,
     key_positions: Any = None,
     bias: Any = None,
     head_gates: Any = None,
-    dropout_rng: jax.Array | None = None,
-    sow_weights: bool = False,
   ) -> jax.Array:
     """Attends from inputs_q to inputs_k.
 
@@ -128,18 +103,19 @@ class GroupedQueryAttention(nn.Module):
       inputs_q: (..., t, d).
       inputs_k: (..., s, d'); None: inputs_q, self-attention.
       inputs_v: (..., s, d''); None: inputs_k.
+      inputs_kv: not taken; pass inputs_k.
       mask: a `Mask`, or an array that broadcasts to (..., h, t, s), booleans
         or what Flax's mask helpers return: nonzero may attend.
       deterministic: whether dropout is off, here or in the constructor.
+      dropout_rng: a key for dropout; None: the module's 'dropout' stream.
+      sow_weights: whether to sow the weights (..., h, t, s), before dropout,
+        as 'attention_weights' into the collection 'intermediates'.
       input_positions: (..., t) absolute positions of the queries for RoPE and
         masks; where inputs_k is None of the keys too. None: 0 .. t-1.
       key_positions: (..., s) of the keys; None: 0 .. s-1, or input_positions
         where inputs_k is None.
       bias: added to the scores, broadcasts to (..., h, t, s).
       head_gates: (h,) factors of each head's output.
-      dropout_rng: a key for dropout; None: the module's 'dropout' stream.
-      sow_weights: whether to sow the weights (..., h, t, s), before dropout,
-        as 'attention_weights' into the collection 'intermediates'.
 
     Returns:
       (..., t, out_features).
@@ -147,31 +123,11 @@ class GroupedQueryAttention(nn.Module):
     Raises:
       ValueError: inputs or options do not fit.
     """
-    config = module_config.config_for(
-      self.kind,
-      inputs_q,
-      inputs_k,
-      inputs_v,
-      num_heads=self.num_heads,
-      num_kv_heads=self.num_kv_heads,
-      qkv_features=self.qkv_features,
-      head_dim=self.head_dim,
-      v_head_dim=self.v_head_dim,
-      out_features=self.out_features,
-      use_bias=self.use_bias,
-      normalize_qk=self.normalize_qk,
-      rope=self.rope,
-      logit_softcap=self.logit_softcap,
-    )
-    initializers = {**INITIALIZERS, 'kernel': self.kernel_init}
-    initializers['bias'] = self.bias_init
-    params = {
-      name: Parameters(row, initializers, self.param_dtype, name=name)()
-      for name, row in config.table.items()
-    }
-    out = grouped.apply(
+    flax_arguments.refuse(inputs_kv=inputs_kv)
+    config = self.config_for(inputs_q, inputs_k, inputs_v)
+    out = apply(
       config,
-      params,
+      {name: self._params(name, row) for name, row in config.table.items()},
       inputs_q,
       inputs_k,
       inputs_v,
@@ -182,6 +138,7 @@ class GroupedQueryAttention(nn.Module):
       dropout=self._dropout(deterministic, dropout_rng),
       head_gates=head_gates,
       dtype=self.dtype,
+      precision=self.precision,
       return_weights=sow_weights,
       implementation=self.implementation,
     )
@@ -189,6 +146,15 @@ class GroupedQueryAttention(nn.Module):
       out, weights = out
       self.sow('intermediates', 'attention_weights', weights)
     return out
+
+  def _params(self, name: str, row: Row) -> dict[str, jax.Array]:
+    """The parameters of a row, from a submodule of its name."""
+    kernel_init, bias_init = self.kernel_init, self.bias_init
+    if name == 'out':
+      kernel_init = self.out_kernel_init or kernel_init
+      bias_init = self.out_bias_init or bias_init
+    initializers = {**INITIALIZERS, 'kernel': kernel_init, 'bias': bias_init}
+    return Parameters(row, initializers, self.param_dtype, name=name)()
 
   def _dropout(
     self, deterministic: bool | None, key: jax.Array | None
@@ -203,10 +169,138 @@ class GroupedQueryAttention(nn.Module):
     return Dropout(key, self.dropout_rate)
 
 
+class Attention(_Shell):
+  """Attention of any variant, told by its config.
+
+  Attributes:
+    config: an `AttentionConfig`, for instance `GroupedConfig(...)`.
+    dtype: the dtype to compute in; None: that of inputs and parameters.
+    param_dtype: the dtype of the parameters.
+    dropout_rate: probability in [0, 1) to drop an attention weight; drawn per
+      row, head, query and key.
+    deterministic: whether dropout is off; may be given at the call instead.
+    precision: of every product, see `mha_jax.attention.apply`.
+    kernel_init: initialiser of the kernels; sees (fan-in, fan-out).
+    out_kernel_init: that of the output kernel; None: kernel_init.
+    bias_init: initialiser of the biases.
+    out_bias_init: that of the output bias; None: bias_init.
+    implementation: see `mha_jax.attention.multihead_attention`.
+  """
+
+  config: AttentionConfig
+  dtype: Any = None
+  param_dtype: Any = jnp.float32
+  dropout_rate: float = 0.0
+  deterministic: bool | None = None
+  precision: Any = None
+  kernel_init: Initializer = INITIALIZERS['kernel']
+  out_kernel_init: Initializer | None = None
+  bias_init: Initializer = INITIALIZERS['bias']
+  out_bias_init: Initializer | None = None
+  implementation: str = 'auto'
+
+  def config_for(
+    self, inputs_q: Any, inputs_k: Any, inputs_v: Any
+  ) -> AttentionConfig:
+    return self.config
+
+
+class GroupedQueryAttention(_Shell):
+  """Attention with fewer key/value heads than query heads.
+
+  The first attributes are those of `flax.linen.MultiHeadDotProductAttention`,
+  in its order; see `Attention` for those that all modules share.
+
+  Attributes:
+    num_heads: query heads h.
+    qkv_features: h k in all; None: the width of inputs_q.
+    out_features: width of the output; None: the width of inputs_q.
+    broadcast_dropout: ignored; dropout is drawn per row, head, query and key.
+    use_bias: whether the projections add a bias.
+    attention_fn, decode, qkv_dot_general, out_dot_general,
+      qkv_dot_general_cls, out_dot_general_cls, qk_attn_weights_einsum_cls,
+      attn_weights_value_einsum_cls: not taken.
+    normalize_qk: False, True (Flax's LayerNorm), 'layer' or 'rms'.
+    force_fp32_for_softmax: ignored; the softmax is in float32 at least.
+    num_kv_heads: key/value heads n, a divisor of h.
+    head_dim: k, free of the input's width; None: qkv_features / h.
+    v_head_dim: v; None: head_dim.
+    rope: a `Rope` that rotates queries and keys; None: none.
+    logit_softcap: bound on the scores; None: none.
+  """
+
+  kind = 'gqa'  # no field: the subclasses' own
+
+  num_heads: int
+  dtype: Any = None
+  param_dtype: Any = jnp.float32
+  qkv_features: int | None = None
+  out_features: int | None = None
+  broadcast_dropout: bool = True
+  dropout_rate: float = 0.0
+  deterministic: bool | None = None
+  precision: Any = None
+  kernel_init: Initializer = INITIALIZERS['kernel']
+  out_kernel_init: Initializer | None = None
+  bias_init: Initializer = INITIALIZERS['bias']
+  out_bias_init: Initializer | None = None
+  use_bias: bool = True
+  attention_fn: Callable[..., Any] | None = None
+  decode: bool = False
+  normalize_qk: bool | str = False
+  force_fp32_for_softmax: bool = False
+  qkv_dot_general: Any = None
+  out_dot_general: Any = None
+  qkv_dot_general_cls: Any = None
+  out_dot_general_cls: Any = None
+  qk_attn_weights_einsum_cls: Any = None
+  attn_weights_value_einsum_cls: Any = None
+  num_kv_heads: int | None = None
+  head_dim: int | None = None
+  v_head_dim: int | None = None
+  rope: Rope | None = None
+  logit_softcap: float | None = None
+  implementation: str = 'auto'
+
+  def config_for(
+    self, inputs_q: Any, inputs_k: Any, inputs_v: Any
+  ) -> AttentionConfig:
+    flax_arguments.refuse(
+      {'attention_fn': nn.dot_product_attention},
+      attention_fn=self.attention_fn,
+      decode=self.decode,
+      qkv_dot_general=self.qkv_dot_general,
+      out_dot_general=self.out_dot_general,
+      qkv_dot_general_cls=self.qkv_dot_general_cls,
+      out_dot_general_cls=self.out_dot_general_cls,
+      qk_attn_weights_einsum_cls=self.qk_attn_weights_einsum_cls,
+      attn_weights_value_einsum_cls=self.attn_weights_value_einsum_cls,
+    )
+    x, y, z = variants.widths(inputs_q, inputs_k, inputs_v)
+    return variants.build(
+      'gqa' if self.kind == 'mha' and self.num_kv_heads else self.kind,
+      d_model=x,
+      num_heads=self.num_heads,
+      num_kv_heads=self.num_kv_heads,
+      head_dim=variants.head_dim_of(
+        self.num_heads, self.qkv_features, self.head_dim
+      ),
+      v_head_dim=self.v_head_dim,
+      key_features=y,
+      value_features=z,
+      out_features=self.out_features,
+      use_bias=self.use_bias,
+      normalize_qk=self.normalize_qk,
+      rope=self.rope,
+      logit_softcap=self.logit_softcap,
+    )
+
+
 class MultiHeadAttention(GroupedQueryAttention):
   """Attention with a key/value head for each query head.
 
-  The same attributes as `GroupedQueryAttention`; num_kv_heads is num_heads.
+  The same attributes as `GroupedQueryAttention`; num_kv_heads is num_heads,
+  unless it is given, as in `flax.nnx.MultiHeadAttention`.
   """
 
   kind = 'mha'
@@ -219,3 +313,116 @@ class MultiQueryAttention(GroupedQueryAttention):
   """
 
   kind = 'mqa'
+
+
+class MultiHeadLatentAttention(_Shell):
+  """DeepSeek-V2's attention: keys and values from one latent per token.
+
+  See `LatentConfig` for the sizes, and `Attention` for the attributes that all
+  modules share. inputs_v stays None.
+
+  Attributes:
+    num_heads: heads h.
+    kv_lora_rank: features r of the latent.
+    q_lora_rank: features of the query latent; None: none.
+    qk_nope_head_dim: k; None: the width of inputs_q / h.
+    qk_rope_head_dim: rotary features p; 0: none. None: half of
+      qk_nope_head_dim where rope is given, else 0.
+    v_head_dim: v; None: qk_nope_head_dim.
+    out_features: width of the output; None: the width of inputs_q.
+    use_bias: whether latents, rotary key and output add a bias.
+    rope: turns the rotary features; None: `Rope()` where there are any.
+    logit_softcap: bound on the scores; None: none.
+    form: 'auto', 'expanded' or 'absorbed'.
+  """
+
+  num_heads: int
+  kv_lora_rank: int
+  q_lora_rank: int | None = None
+  qk_nope_head_dim: int | None = None
+  qk_rope_head_dim: int | None = None
+  v_head_dim: int | None = None
+  out_features: int | None = None
+  use_bias: bool = False
+  rope: Rope | None = None
+  logit_softcap: float | None = None
+  form: str = 'auto'
+  dtype: Any = None
+  param_dtype: Any = jnp.float32
+  dropout_rate: float = 0.0
+  deterministic: bool | None = None
+  precision: Any = None
+  kernel_init: Initializer = INITIALIZERS['kernel']
+  out_kernel_init: Initializer | None = None
+  bias_init: Initializer = INITIALIZERS['bias']
+  out_bias_init: Initializer | None = None
+  implementation: str = 'auto'
+
+  def config_for(
+    self, inputs_q: Any, inputs_k: Any, inputs_v: Any
+  ) -> AttentionConfig:
+    x, y, _ = variants.widths(inputs_q, inputs_k, inputs_v)
+    options = variants.options_of('mla', self)
+    return variants.build('mla', d_model=x, kv_features=y, **options)
+
+
+def attention_fn(
+  query: Any,
+  key: Any,
+  value: Any,
+  bias: Any = None,
+  mask: Any = None,
+  broadcast_dropout: bool = True,
+  dropout_rng: jax.Array | None = None,
+  dropout_rate: float = 0.0,
+  deterministic: bool = False,
+  dtype: Any = None,
+  precision: Any = None,
+  module: nn.Module | None = None,
+  force_fp32_for_softmax: bool = False,
+  einsum_dot_general: Any = None,
+  qk_attn_weights_einsum: Any = None,
+  attn_weights_value_einsum: Any = None,
+  *,
+  and_mask: Any = None,
+  logit_softcap: float | None = None,
+  implementation: str | None = None,
+) -> jax.Array:
+  """Our attention in Flax's modules: `attention_fn=mha.attention_fn`.
+
+  The arguments of `flax.linen.dot_product_attention`. `broadcast_dropout` and
+  `force_fp32_for_softmax` are ignored (dropout is drawn per row, head, query
+  and key; the softmax is in float32 at least), the last three are not taken.
+  Flax's modules pass their own mask, so
+  `functools.partial(attention_fn, and_mask=masks.causal())` adds one to it.
+
+  Args:
+    and_mask: a `Mask` or booleans, joined with `mask`.
+    logit_softcap: bound on the scores.
+    implementation: see `mha_jax.dot_product_attention`.
+
+  Returns:
+    (..., t, h, v).
+  """
+  flax_arguments.refuse(
+    einsum_dot_general=einsum_dot_general,
+    qk_attn_weights_einsum=qk_attn_weights_einsum,
+    attn_weights_value_einsum=attn_weights_value_einsum,
+  )
+  return flax_arguments.attention(
+    query,
+    key,
+    value,
+    bias=bias,
+    mask=mask,
+    and_mask=and_mask,
+    dropout_rng=dropout_rng,
+    dropout_rate=dropout_rate,
+    deterministic=deterministic,
+    dtype=dtype,
+    precision=precision,
+    module=module,
+    collection='intermediates',
+    logit_softcap=logit_softcap,
+    implementation=implementation,
+  )

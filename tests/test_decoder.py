@@ -405,10 +405,11 @@ class DtypeTest(parameterized.TestCase):
 
 class ErrorsTest(parameterized.TestCase):
   @parameterized.parameters(
-    ({'attention': 'mla'}, "attention='mla' .*'mha', 'gqa', 'mqa'"),
+    ({'attention': 'x'}, "attention='x' .*'mha', 'gqa', 'mqa'"),
+    ({'attention': 'mla'}, 'kv_lora_rank=None.*features of the latent'),
     ({'positions': 'sinus'}, "positions='sinus' .*'learned', 'rope', 'none'"),
     ({'dtype': 'int8'}, "dtype='int8' .*'float32'"),
-    ({'attention': 'gqa'}, 'num_kv_heads=None.*divisor of num_heads=3'),
+    ({'attention': 'gqa'}, 'num_kv_heads=None.*divisor of num_heads'),
     ({'num_kv_heads': 2}, "num_kv_heads=2 must be 3 or None in 'mha'.*'gqa'"),
     (
       {'attention': 'mqa', 'num_kv_heads': 3},

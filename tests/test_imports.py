@@ -16,6 +16,7 @@ CORE = sorted(
   path.relative_to(ROOT).as_posix() for path in ROOT.glob('attention/*.py')
 )
 HEAVY = ('matplotlib', 'orbax', 'optax', 'ml_collections', 'rich', 'torch')
+SHARED = ('mha_jax', 'mha_jax.flax_arguments')
 OUTSIDE = ('jax', 'jaxtyping', 'numpy')
 
 REPORT = """
@@ -60,10 +61,11 @@ def imported(path: pathlib.Path) -> set[str]:
 
 
 class ImportsTest(parameterized.TestCase):
-  def test_linen_is_light(self):
-    """Nothing beyond what jax and flax.linen import themselves."""
-    ours = report('import mha_jax, mha_jax.linen')
-    theirs = report('import jax, flax.linen')
+  @parameterized.parameters('linen', 'nnx')
+  def test_a_front_end_is_light(self, name):
+    """Nothing beyond what jax and Flax import themselves."""
+    ours = report(f'import mha_jax, mha_jax.{name}')
+    theirs = report(f'import jax, flax.{name}')
     extra = set(ours['modules']) - set(theirs['modules'])
     self.assertEmpty(extra & set(HEAVY))
     self.assertIn('mha_jax', extra)
@@ -103,14 +105,16 @@ class DirectionTest(parameterized.TestCase):
           package in OUTSIDE or package in sys.stdlib_module_names, module
         )
 
-  def test_shells_import_the_core_only(self):
-    """linen.py knows attention and Flax, nothing above."""
-    for module in imported(ROOT / 'linen.py'):
+  @parameterized.parameters('linen.py', 'nnx.py', 'flax_arguments.py')
+  def test_shells_import_the_core_only(self, name):
+    """A front end knows attention and Flax, nothing above, not the other."""
+    for module in imported(ROOT / name):
       package = module.split('.')[0]
       self.assertIn(
-        package, ('mha_jax', 'flax', 'jax', 'numpy', 'collections', 'typing')
+        package,
+        ('mha_jax', 'flax', 'jax', 'numpy', 'collections', 'types', 'typing'),
       )
-      if package == 'mha_jax':
+      if package == 'mha_jax' and module not in SHARED:
         self.assertStartsWith(module, 'mha_jax.attention')
 
   def test_relative_and_planted_imports_are_seen(self):

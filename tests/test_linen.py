@@ -15,7 +15,8 @@ from flax.core import meta
 from oracles import assert_close, assert_same_bits, booleans, normal
 
 import mha_jax.linen as mha
-from mha_jax.attention import Dropout, GroupedConfig, Rope, grouped, masks
+from mha_jax import attention
+from mha_jax.attention import Dropout, GroupedConfig, Rope, masks
 
 B, T, S, D = 2, 7, 11, 6
 SHELLS = {
@@ -232,7 +233,7 @@ class ShellTest(parameterized.TestCase):
       normalize_qk='rms',
     )
     got = jax.jit(module.apply)(variables, self.x, self.y, **options)
-    pure = jax.jit(grouped.apply, static_argnums=0)
+    pure = jax.jit(attention.apply, static_argnums=0)
     wanted = pure(config, variables['params'], self.x, self.y, **options)
     assert_same_bits(got, wanted)
     if shell != 'gqa':
@@ -325,7 +326,7 @@ class DropoutTest(parameterized.TestCase):
     """The module, its dropout_rng and the pure function agree on a key."""
     key = jax.random.key(5)
     got = self.apply(deterministic=False, dropout_rng=key)
-    wanted = grouped.apply(
+    wanted = attention.apply(
       GroupedConfig(d_model=D, num_heads=3),
       self.variables['params'],
       self.x,
@@ -502,9 +503,14 @@ class ErrorsTest(parameterized.TestCase):
     ('mha', {'num_heads': 4}, 'num_heads=4', 'd_model=6; nearest: 3, 6'),
     ('mha', {'qkv_features': 7}, 'num_heads=3', 'qkv_features=7; nearest'),
     ('mha', {'num_heads': 0, 'qkv_features': 6}, 'num_heads=0', 'positive'),
-    ('mha', {'num_kv_heads': 1}, 'num_kv_heads=1', 'use GroupedQueryAtt'),
-    ('mqa', {'num_kv_heads': 3}, 'num_kv_heads=3', 'use GroupedQueryAtt'),
-    ('gqa', {'num_kv_heads': None}, 'num_kv_heads=None', 'MultiHeadAttention'),
+    (
+      'mha',
+      {'num_kv_heads': 2},
+      'num_kv_heads=2',
+      'num_heads=3; nearest: 1, 3',
+    ),
+    ('mqa', {'num_kv_heads': 3}, 'num_kv_heads=3', 'GroupedQueryAttention'),
+    ('gqa', {'num_kv_heads': None}, 'num_kv_heads=None', 'a divisor of num_h'),
     (
       'gqa',
       {'num_kv_heads': 4},

@@ -1,14 +1,16 @@
-"""Attention as pure functions: from one head to whole modules.
+"""Attention as pure functions: from one head to whole layers.
 
-`attend` is one head, `multihead_attention` maps it over heads, `grouped` adds
-the projections of MHA, GQA and MQA.
+`attend` is one head, `multihead_attention` maps it over heads, `apply` adds the
+projections of a variant, told by its config.
 """
 
-from mha_jax.attention import grouped, masks
+from mha_jax.attention import masks
 from mha_jax.attention.dropout import Dropout
 from mha_jax.attention.exact import attend
 from mha_jax.attention.grouped import GroupedConfig
 from mha_jax.attention.heads import multihead_attention
+from mha_jax.attention.latent import LatentConfig
+from mha_jax.attention.layer import AttentionConfig, apply
 from mha_jax.attention.masks import Mask
 from mha_jax.attention.norms import Norm
 from mha_jax.attention.projections import (
@@ -17,16 +19,28 @@ from mha_jax.attention.projections import (
   num_params,
 )
 from mha_jax.attention.rope import Rope, layout_permutation
+from mha_jax.attention.rope_scaling import (
+  LinearScaling,
+  Llama3Scaling,
+  YarnScaling,
+)
+from mha_jax.attention.tied import TiedConfig
 
 __all__ = [
+  'AttentionConfig',
   'Dropout',
   'GroupedConfig',
+  'LatentConfig',
+  'LinearScaling',
+  'Llama3Scaling',
   'Mask',
   'Norm',
   'Projection',
   'Rope',
+  'TiedConfig',
+  'YarnScaling',
+  'apply',
   'attend',
-  'grouped',
   'init_table',
   'layout_permutation',
   'masks',

@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from mha_jax.attention import masks
+from mha_jax.attention.arguments import as_positions
 from mha_jax.attention.notation import Array
 
 
@@ -39,9 +40,7 @@ def positions(
   name: str, positions: Any, batch: tuple[int, ...], size: int
 ) -> Array | None:
   """Positions (..., length) or (length,) as (b, length) or (1, length)."""
-  array = masks.as_positions(
-    name, positions, (*batch, size), (1, size), (size,)
-  )
+  array = as_positions(name, positions, (*batch, size), (1, size), (size,))
   if array is None:
     return None
   return jnp.reshape(array, (math.prod(array.shape[:-1]), size))

@@ -1,7 +1,9 @@
-"""Which dtype to compute in, and which to accumulate in."""
+"""Which dtype to compute in, which to accumulate in, and how precisely."""
 
+import contextlib
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from mha_jax.attention.notation import Array
@@ -35,3 +37,31 @@ def compute_dtype(dtype: Any, *arrays: Array) -> Any:
 def wide_dtype(dtype: Any) -> Any:
   """The dtype to accumulate in: float64 for float64, else float32."""
   return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
+def matmul_precision(
+  precision: Any,
+) -> contextlib.AbstractContextManager[None]:
+  """A context in which every product has a precision.
+
+  Args:
+    precision: a `jax.lax.Precision`, or what `jax.default_matmul_precision`
+      takes; None: as that is set.
+
+  Raises:
+    ValueError: it is none of these.
+  """
+  if precision is None:
+    return contextlib.nullcontext()
+  name = precision
+  if isinstance(precision, jax.lax.Precision):
+    name = precision.name.lower()
+  elif isinstance(precision, jax.lax.DotAlgorithmPreset):
+    name = precision.name
+  try:
+    return jax.default_matmul_precision(name)
+  except ValueError as error:
+    raise ValueError(
+      f'precision={precision!r} must be one jax.lax.Precision for both '
+      "operands, or a string such as 'highest'"
+    ) from error

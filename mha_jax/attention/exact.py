@@ -4,6 +4,9 @@
             attended to
   out     = dropout(weights) v
 
+A query and key may come in parts whose scores add, q k^T = sum_i q_i k_i^T, as
+latent attention has them; nothing is concatenated.
+
 Scores and softmax are taken in float32 (float64 for float64 inputs). A query
 that may attend to nothing gets zeros. A key that no query may attend to is
 inert, and so is a query that may attend to no key: they may hold NaN.
@@ -11,6 +14,8 @@ inert, and so is a query that may attend to no key: they may hold NaN.
 Source: Vaswani et al. 2017, section 3.2.1; softcap: Gemma 2 (2024), section 2.
 """
 
+import functools
+import operator
 from typing import Any
 
 import jax
@@ -18,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mha_jax.attention import checks, masks
+from mha_jax.attention.arguments import as_bias, as_positions
 from mha_jax.attention.dropout import Dropout
 from mha_jax.attention.dtypes import compute_dtype, wide_dtype
 from mha_jax.attention.notation import Array, Bool, Float, Shaped
@@ -37,16 +43,17 @@ def attend(
   dropout: Dropout | None = None,
   used: Array | None = None,
   return_weights: bool = False,
+  return_residual: bool = False,
 ) -> Any:
   """Attention of one head: q (t, k), k (s, k), v (s, v) -> (t, v).
 
   Args:
-    q: queries (t, k).
-    k: keys (s, k).
+    q: queries (t, k), or a tuple of parts (t, k_i).
+    k: keys (s, k), or a tuple of as many parts (s, k_i).
     v: values (s, v).
     mask: a `Mask` or booleans that broadcast to (t, s); True may attend.
     bias: added to the scores, broadcasts to (t, s); -inf may not attend.
-    scale: multiplies q k^T; None: 1 / sqrt(k).
+    scale: multiplies q k^T; None: 1 / sqrt(k), with k = sum k_i.
     logit_softcap: c > 0 bounds the scaled scores to (-c, c) as c tanh(x / c),
       before bias and mask; None: no bound.
     query_positions: (t,) integers for masks; None: 0 .. t-1.
@@ -55,24 +62,26 @@ def attend(
     used: (s,) booleans, the keys that some query may attend to, where more
       heads than this one share k and v; None: as this head's mask says.
     return_weights: whether to return the weights (t, s) too, before dropout.
+    return_residual: whether to return the log of the softmax's denominator (t,)
+      too, in float32 at least; -inf for a query of nothing.
 
   Returns:
-    The output (t, v) in the inputs' common dtype; with return_weights the pair
-    of output and weights.
+    The output (t, v) in the inputs' common dtype; with return_weights or
+    return_residual a tuple of it and what was asked for, in this order.
 
   Raises:
     ValueError: shapes do not fit, or the mask is not boolean.
   """
-  q, k, v = (jnp.asarray(x) for x in (q, k, v))
-  _check_shapes(q, k, v)
+  qs, ks, v = as_parts(q), as_parts(k), jnp.asarray(v)
+  _check_shapes(qs, ks, v)
   checks.softcap(logit_softcap)
   check_scale(scale)
-  dtype = compute_dtype(None, q, k, v)
-  scale = q.shape[-1] ** -0.5 if scale is None else scale
-  t, s = q.shape[0], k.shape[0]
-  query_positions = masks.as_positions('query_positions', query_positions, (t,))
-  key_positions = masks.as_positions('key_positions', key_positions, (s,))
-  bias = masks.as_bias(bias, (t, s), 'ts')
+  dtype = compute_dtype(None, *qs, *ks, v)
+  scale = default_scale(qs) if scale is None else scale
+  t, s = qs[0].shape[0], v.shape[0]
+  query_positions = as_positions('query_positions', query_positions, (t,))
+  key_positions = as_positions('key_positions', key_positions, (s,))
+  bias = as_bias(bias, (t, s), 'ts')
   allowed = allowed_pairs(
     masks.as_mask(mask),
     bias,
@@ -81,15 +90,33 @@ def attend(
   )
   if allowed is not None:
     used = jnp.any(allowed, axis=0) if used is None else used
-    k, v = silence(k, used), silence(v, used)
-    q = silence(q, jnp.any(allowed, axis=1))
-  q, k, v = (x.astype(dtype) for x in (q, k, v))
-  weights = _weights(q, k, allowed, bias, scale, logit_softcap)
+    asking = jnp.any(allowed, axis=1)
+    qs = tuple(silence(q, asking) for q in qs)
+    ks, v = tuple(silence(k, used) for k in ks), silence(v, used)
+  qs, ks, v = jax.tree.map(lambda x: x.astype(dtype), (qs, ks, v))
+  scores = _scores(qs, ks, bias, scale, logit_softcap)
+  if allowed is not None:
+    scores = jnp.where(allowed, scores, -jnp.inf)
+  weights = _softmax(scores, allowed)
   kept = weights if dropout is None else dropout.apply(weights)
   out = jnp.einsum(
     'ts,sv->tv', kept.astype(dtype), v, preferred_element_type=weights.dtype
   ).astype(dtype)
-  return (out, weights.astype(dtype)) if return_weights else out
+  asked: list[Array] = [weights.astype(dtype)] if return_weights else []
+  if return_residual:
+    asked.append(jax.nn.logsumexp(scores, axis=-1))
+  return (out, *asked) if asked else out
+
+
+def as_parts(x: Any) -> tuple[Array, ...]:
+  """A query or key as a tuple of parts; an array is the only part."""
+  parts = x if isinstance(x, tuple) else (x,)
+  return tuple(jnp.asarray(part) for part in parts)
+
+
+def default_scale(qs: tuple[Array, ...]) -> float:
+  """1 / sqrt(k), with k = sum k_i over the parts."""
+  return float(sum(q.shape[-1] for q in qs) ** -0.5)
 
 
 def allowed_pairs(
@@ -117,27 +144,34 @@ def silence(
   return jnp.where(used[:, None], x, 0)
 
 
-def _weights(
-  q: Float[Array, 't k'],
-  k: Float[Array, 's k'],
-  allowed: Bool[Array, 't s'] | None,
+def _scores(
+  qs: tuple[Float[Array, 't _'], ...],
+  ks: tuple[Float[Array, 's _'], ...],
   bias: Float[Array, '#t #s'] | None,
   scale: float | Array,
   logit_softcap: float | None,
 ) -> Float[Array, 't s']:
-  """The attention weights, in float32 at least; rows of nothing are zeros."""
-  wide = wide_dtype(q.dtype)
-  scores = jnp.einsum('tk,sk->ts', q, k, preferred_element_type=wide)
-  scores = scores * jnp.asarray(scale, wide)
+  """softcap(scale sum_i q_i k_i^T) + bias, in float32 at least."""
+  wide = wide_dtype(qs[0].dtype)
+  parts = [
+    jnp.einsum('tk,sk->ts', q, k, preferred_element_type=wide)
+    for q, k in zip(qs, ks, strict=True)
+  ]
+  scores = functools.reduce(operator.add, parts) * jnp.asarray(scale, wide)
   if logit_softcap is not None:
     scores = logit_softcap * jnp.tanh(scores / logit_softcap)
-  if bias is not None:
-    scores = scores + bias.astype(wide)
+  return scores if bias is None else scores + bias.astype(wide)
+
+
+def _softmax(
+  scores: Float[Array, 't s'], allowed: Bool[Array, 't s'] | None
+) -> Float[Array, 't s']:
+  """The weights; a row that may attend to nothing is zeros."""
   if allowed is None:
     return jax.nn.softmax(scores, axis=-1)
   empty = ~jnp.any(allowed, axis=-1, keepdims=True)
-  scores = jnp.where(allowed, scores, jnp.where(empty, 0, -jnp.inf))
-  return jnp.where(empty, 0, jax.nn.softmax(scores, axis=-1))
+  weights = jax.nn.softmax(jnp.where(empty, 0, scores), axis=-1)
+  return jnp.where(empty, 0, weights)
 
 
 def check_scale(scale: Any) -> None:
@@ -149,21 +183,34 @@ def check_scale(scale: Any) -> None:
     )
 
 
-def _check_shapes(q: Array, k: Array, v: Array) -> None:
+def check_widths(qs: tuple[Array, ...], ks: tuple[Array, ...]) -> None:
+  """Raises a ValueError unless queries and keys have parts of equal widths."""
+  widths = [tuple(x.shape[-1] for x in parts) for parts in (qs, ks)]
+  if min(widths[0], default=0) < 1:
+    raise ValueError(f'q has head dimension {widths[0]}; it must be >= 1')
+  if widths[0] != widths[1]:
+    q, k = (x[0] if len(x) == 1 else x for x in widths)
+    raise ValueError(f'q has head dimension {q} and k {k}; they must agree')
+
+
+def _check_shapes(
+  qs: tuple[Array, ...], ks: tuple[Array, ...], v: Array
+) -> None:
   """Raises a ValueError unless q (t, k), k (s, k), v (s, v) fit."""
-  for name, x in (('q', q), ('k', k), ('v', v)):
-    if x.ndim != 2:
+  for name, parts in (('q', qs), ('k', ks), ('v', (v,))):
+    for x in parts:
+      if x.ndim != 2:
+        raise ValueError(
+          f'{name} of shape {x.shape} must be (length, features): attend works '
+          'on one head; use multihead_attention for (b, h, t, k)'
+        )
+  check_widths(qs, ks)
+  if any(q.shape[0] != qs[0].shape[0] for q in qs):
+    raise ValueError(
+      f'the parts of q have lengths {[q.shape[0] for q in qs]}; they must agree'
+    )
+  for k in ks:
+    if k.shape[0] != v.shape[0]:
       raise ValueError(
-        f'{name} of shape {x.shape} must be (length, features): attend works '
-        'on one head; use multihead_attention for (b, h, t, k)'
+        f'k has length {k.shape[0]} and v {v.shape[0]}; they must agree'
       )
-  if q.shape[1] < 1:
-    raise ValueError(f'q of shape {q.shape} must have a head dimension >= 1')
-  if q.shape[1] != k.shape[1]:
-    raise ValueError(
-      f'q has head dimension {q.shape[1]} and k {k.shape[1]}; they must agree'
-    )
-  if k.shape[0] != v.shape[0]:
-    raise ValueError(
-      f'k has length {k.shape[0]} and v {v.shape[0]}; they must agree'
-    )

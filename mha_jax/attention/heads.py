@@ -9,8 +9,9 @@ value; nothing is repeated in memory.
   kv heads n        0  0     0     n = h  n < h   n = 1
   group's heads g   0  None  None  g = 1  g = h/n g = h
 
-Masks, biases, positions and dropout keys ride along: an axis of size 1 is
-shared (`None`), any other is mapped (0).
+A key in parts (MLA) shares part by part: over kv heads a part with one head is
+shared (`None`), any other is mapped (0). Masks, biases, positions and dropout
+keys ride along by the same rule: an axis of size 1 is shared.
 """
 
 import math
@@ -21,10 +22,13 @@ import jax
 import jax.numpy as jnp
 
 from mha_jax.attention import checks, exact, masks
+from mha_jax.attention.arguments import as_bias, as_positions
 from mha_jax.attention.dropout import Dropout
 from mha_jax.attention.notation import Array, Shaped
 
 Attend = Callable[..., Any]
+Parts = tuple[Array, ...]
+KeysValues = tuple[Parts, Array]
 Extras = dict[str, Any]
 """What belongs to a score and not to q, k or v: leaves lead with (b, n, g)."""
 
@@ -44,6 +48,7 @@ def multihead_attention(
   key_positions: Any = None,
   dropout: Dropout | None = None,
   return_weights: bool = False,
+  return_residual: bool = False,
   implementation: str = 'auto',
 ) -> Any:
   """Attention of h query heads over n key/value heads, heads first.
@@ -51,12 +56,14 @@ def multihead_attention(
   Head i attends to key/value head i // (h / n).
 
   Args:
-    q_BHTK: queries (b, h, t, k).
-    k_BNSK: keys (b, n, s, k); n divides h.
-    v_BNSV: values (b, n, s, v).
+    q_BHTK: queries (b, h, t, k), or a tuple of parts (b, h, t, k_i) whose
+      scores add.
+    k_BNSK: keys (b, n, s, k), n divides h; or a tuple of as many parts, each
+      (b, n, s, k_i), or (b, 1, s, k_i) where all heads share it.
+    v_BNSV: values (b, n, s, v), or (b, 1, s, v) likewise.
     mask: a `Mask`, or booleans that broadcast to (b, h, t, s); True may attend.
     bias: added to the scores, broadcasts to (b, h, t, s); -inf may not attend.
-    scale: multiplies q k^T; None: 1 / sqrt(k).
+    scale: multiplies q k^T; None: 1 / sqrt(k), with k = sum k_i.
     logit_softcap: c > 0 bounds the scaled scores as c tanh(x / c), before bias
       and mask; None: no bound.
     query_positions: (b, t) or (t,) integers for masks; None: 0 .. t-1.
@@ -64,19 +71,25 @@ def multihead_attention(
     dropout: a `Dropout`; every row and head draws its own bits from its key.
     return_weights: whether to return the weights (b, h, t, s) too, before
       dropout.
+    return_residual: whether to return the log of the softmax's denominator
+      (b, h, t) too, see `attend`.
     implementation: 'auto' or 'exact'.
 
   Returns:
-    The output (b, h, t, v) in the inputs' common dtype; with return_weights
-    the pair of output and weights. A query that may attend to nothing gets
-    zeros.
+    The output (b, h, t, v) in the inputs' common dtype; with return_weights or
+    return_residual a tuple of it and what was asked for, in this order. A query
+    that may attend to nothing gets zeros.
 
   Raises:
     ValueError: shapes do not fit, the mask is not boolean, or an option is
       unknown.
   """
-  q, k, v = (jnp.asarray(x) for x in (q_BHTK, k_BNSK, v_BNSV))
-  b, h, t, n, s = _check_shapes(q, k, v)
+  qs, ks, v = (
+    exact.as_parts(q_BHTK),
+    exact.as_parts(k_BNSK),
+    jnp.asarray(v_BNSV),
+  )
+  b, h, t, n, s = _check_shapes(qs, ks, v)
   attend = pick(implementation)
   checks.softcap(logit_softcap)
   exact.check_scale(scale)
@@ -90,22 +103,22 @@ def multihead_attention(
   }
   extras = jax.tree.map(lambda leaf: _split_heads(leaf, n, h // n), extras)
 
-  def one_head(q: Array, k: Array, v: Array, extras: Extras) -> Any:
+  def one_head(qs: Parts, kv: KeysValues, extras: Extras) -> Any:
     return attend(
-      q,
-      k,
-      v,
+      qs,
+      *kv,
       scale=scale,
       logit_softcap=logit_softcap,
       return_weights=return_weights,
+      return_residual=return_residual,
       **extras,
     )
 
   per_group = _share_kv(one_head)
-  per_row = _map_all(per_group)
-  per_batch = _map_all(per_row)
-  grouped_q = jnp.reshape(q, (b, n, h // n, t, q.shape[-1]))
-  out = per_batch(grouped_q, k, v, extras)
+  per_row = _map_heads(per_group)
+  per_batch = _map_rows(per_row)
+  grouped_qs = tuple(jnp.reshape(q, (b, n, h // n, *q.shape[2:])) for q in qs)
+  out = per_batch(grouped_qs, (ks, v), extras)
   return jax.tree.map(lambda x: jnp.reshape(x, (b, h, *x.shape[3:])), out)
 
 
@@ -120,15 +133,26 @@ def check_pairs(
   mask = masks.as_mask(mask)
   if mask is not None:
     mask.check(shape)
-  return mask, masks.as_bias(bias, shape, 'bhts')
+  return mask, as_bias(bias, shape, 'bhts')
 
 
-def _map_all(function: Callable[..., Any]) -> Callable[..., Any]:
-  """Maps over batch rows, or over key/value heads: each has its own k and v."""
+def _map_rows(function: Callable[..., Any]) -> Callable[..., Any]:
+  """Maps over batch rows: each has its own q, k and v."""
 
-  def mapped(q: Array, k: Array, v: Array, extras: Extras) -> Any:
+  def mapped(qs: Parts, kv: KeysValues, extras: Extras) -> Any:
     extras, axes = _peel(extras)
-    return jax.vmap(function, in_axes=(0, 0, 0, axes))(q, k, v, extras)
+    return jax.vmap(function, in_axes=(0, 0, axes))(qs, kv, extras)
+
+  return mapped
+
+
+def _map_heads(function: Callable[..., Any]) -> Callable[..., Any]:
+  """Maps over key/value heads; a part with one head serves them all."""
+
+  def mapped(qs: Parts, kv: KeysValues, extras: Extras) -> Any:
+    kv, kv_axes = _peel(kv)
+    extras, axes = _peel(extras)
+    return jax.vmap(function, in_axes=(0, kv_axes, axes))(qs, kv, extras)
 
   return mapped
 
@@ -141,13 +165,12 @@ def _share_kv(one_head: Callable[..., Any]) -> Callable[..., Any]:
   """
 
   def mapped(
-    q: Shaped[Array, 'g t k'],
-    k: Shaped[Array, 's k'],
-    v: Shaped[Array, 's v'],
+    qs: tuple[Shaped[Array, 'g t _'], ...],
+    kv: tuple[tuple[Shaped[Array, 's _'], ...], Shaped[Array, 's v']],
     extras: Extras,
   ) -> Any:
     extras, axes = _peel(extras)
-    group, t, s = q.shape[0], q.shape[1], k.shape[0]
+    (group, t), s = qs[0].shape[:2], kv[1].shape[0]
     pair_names = ('mask', 'bias', 'query_positions', 'key_positions')
     pair_axes = {name: axes[name] for name in pair_names}
     extras['used'] = axes['used'] = None
@@ -166,18 +189,18 @@ def _share_kv(one_head: Callable[..., Any]) -> Callable[..., Any]:
         pairs
       )
       extras['used'] = jnp.any(allowed_GTS, axis=(0, 1))
-    return jax.vmap(one_head, in_axes=(0, None, None, axes))(q, k, v, extras)
+    return jax.vmap(one_head, in_axes=(0, None, axes))(qs, kv, extras)
 
   return mapped
 
 
-def _peel(extras: Extras) -> tuple[Extras, Extras]:
+def _peel(tree: Any) -> tuple[Any, Any]:
   """Takes off the leading axis of every leaf, where it is of size 1.
 
   Returns the leaves and their in_axes: None for a shared axis, else 0.
   """
-  peeled = jax.tree.map(lambda x: x[0] if x.shape[0] == 1 else x, extras)
-  axes = jax.tree.map(lambda x: None if x.shape[0] == 1 else 0, extras)
+  peeled = jax.tree.map(lambda x: x[0] if x.shape[0] == 1 else x, tree)
+  axes = jax.tree.map(lambda x: None if x.shape[0] == 1 else 0, tree)
   return peeled, axes
 
 
@@ -200,29 +223,33 @@ def pick(implementation: str) -> Attend:
 
 
 def _check_shapes(
-  q: Array, k: Array, v: Array
+  qs: Parts, ks: Parts, v: Array
 ) -> tuple[int, int, int, int, int]:
   """The sizes b, h, t, n, s; a ValueError where the shapes do not fit."""
-  for name, x, letters in (
-    ('q', q, '(b, h, t, k)'),
-    ('k', k, '(b, n, s, k)'),
-    ('v', v, '(b, n, s, v)'),
+  for name, parts, letters in (
+    ('q', qs, '(b, h, t, k)'),
+    ('k', ks, '(b, n, s, k)'),
+    ('v', (v,), '(b, n, s, v)'),
   ):
-    if x.ndim != 4:
-      raise ValueError(f'{name} of shape {x.shape} must be {letters}')
-  b, h, t, head_dim = q.shape
-  n, s = k.shape[1], k.shape[2]
-  if v.shape[:3] != (b, n, s) or k.shape[0] != b:
+    for x in parts:
+      if x.ndim != 4:
+        raise ValueError(f'{name} of shape {x.shape} must be {letters}')
+  exact.check_widths(qs, ks)
+  b, h, t = qs[0].shape[:3]
+  if any(q.shape[:3] != (b, h, t) for q in qs):
     raise ValueError(
-      f'k of shape {k.shape} and v of shape {v.shape} must be (b, n, s, ...) '
-      f"with q's b={b}; check batch, heads and length"
+      f'the parts of q have shapes {[q.shape for q in qs]}; they must agree '
+      'in (b, h, t)'
     )
-  if k.shape[3] != head_dim:
-    raise ValueError(
-      f'q has head dimension {head_dim} and k {k.shape[3]}; they must agree'
-    )
-  if head_dim < 1:
-    raise ValueError(f'q of shape {q.shape} must have a head dimension >= 1')
+  n, s = max(x.shape[1] for x in (*ks, v)), v.shape[2]
+  for k in ks:
+    heads = {k.shape[1], v.shape[1]}
+    if not heads <= {1, n} or (k.shape[0], v.shape[0], k.shape[2]) != (b, b, s):
+      raise ValueError(
+        f'k of shape {k.shape} and v of shape {v.shape} must be (b, n, s, ...) '
+        f"with q's b={b}, or n = 1 where all share; check batch, heads and "
+        'length'
+      )
   if n < 1 or h % n:
     raise ValueError(
       f'k and v have {n} heads, which must divide the {h} heads of q; heads '
@@ -233,7 +260,7 @@ def _check_shapes(
 
 def _per_row(name: str, positions: Any, b: int, size: int) -> Array | None:
   """Positions as (b, 1, length) or (1, 1, length): shared by the heads."""
-  array = masks.as_positions(name, positions, (b, size), (1, size), (size,))
+  array = as_positions(name, positions, (b, size), (1, size), (size,))
   if array is None:
     return None
   return jnp.reshape(array, (math.prod(array.shape[:-1]), 1, size))

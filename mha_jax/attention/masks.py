@@ -8,16 +8,17 @@ by block, and composed with `&` and `|`:
   ■ ■ · ·
   ■ ■ ■ ·
 
-`causal` compares positions, where a token stands in its sequence; `dense` and
-`lengths` go by the row and column of the call. Without `input_positions` the
-two are the same. Where the inputs have several batch dimensions, b counts the
-rows of all of them.
+`causal` and `window` compare positions, where a token stands in its sequence;
+`dense`, `lengths` and `segments` go by the row and column of the call. Without
+`input_positions` the two are the same. Where the inputs have several batch
+dimensions, b counts the rows of all of them.
 
 Array leaves lead with (b, h), size 1 where they do not vary. `heads.py` peels
 off one axis per vmap, so that inside a head a dense mask is (t, s).
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -146,18 +147,77 @@ class Causal(Mask):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Window(Mask):
+  """A query may attend to keys at most so far before and after it."""
+
+  left: int | None = dataclasses.field(metadata={'static': True})
+  right: int | None = dataclasses.field(metadata={'static': True})
+
+  def evaluate(self, queries: Axis, keys: Axis) -> Bool[Array, 't s']:
+    key, query = keys.position_of_each(), queries.position_of_each()
+    ahead = key[None, :] - query[:, None]
+    near = jnp.ones((queries.size, keys.size), bool)
+    if self.left is not None:
+      near = near & (ahead >= -self.left)
+    return near if self.right is None else near & (ahead <= self.right)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Lengths(Mask):
-  """Only the first `lengths` keys of a row may be attended to."""
+  """Only the first keys, and only the first queries, of a row take part."""
 
-  lengths: Any  # (b, h), inside a head ()
+  keys: Any  # (b, h), inside a head (); None: all
+  queries: Any  # likewise
 
-  def evaluate(self, queries: Axis, keys: Axis) -> Bool[Array, '1 s']:
-    del queries
-    _check_peeled('lengths', self.lengths.shape, 0)
-    return jnp.arange(keys.size)[None, :] < jnp.reshape(self.lengths, (1, 1))
+  def evaluate(self, queries: Axis, keys: Axis) -> Bool[Array, '#t #s']:
+    rows = _first('query_lengths', self.queries, queries.size)
+    columns = _first('lengths', self.keys, keys.size)
+    return rows[:, None] & columns[None, :]
 
   def check(self, shape: tuple[int, int, int, int]) -> None:
-    checks.broadcast('lengths', self.lengths.shape[:1], shape[:1], 'b')
+    for name, array in (
+      ('lengths', self.keys),
+      ('query_lengths', self.queries),
+    ):
+      if array is not None:
+        checks.broadcast(name, array.shape[:1], shape[:1], 'b')
+
+
+def _first(name: str, length: Any, size: int) -> Bool[Array, ' size']:
+  """True for the first `length` of `size` tokens; None: for all."""
+  if length is None:
+    return jnp.ones(size, bool)
+  _check_peeled(name, length.shape, 0)
+  return jnp.arange(size) < jnp.reshape(length, (1,))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Segments(Mask):
+  """A query may attend to the keys of its own segment."""
+
+  queries: Any  # (b, h, t), inside a head (t,)
+  keys: Any  # (b, h, s), inside a head (s,)
+
+  def evaluate(self, queries: Axis, keys: Axis) -> Bool[Array, 't s']:
+    for name, array in (('segments', self.queries), ('segments', self.keys)):
+      _check_peeled(name, array.shape, 1)
+    row = jnp.reshape(self.queries, self.queries.shape[-1:])
+    column = jnp.reshape(self.keys, self.keys.shape[-1:])
+    return row[:, None] == column[None, :]
+
+  def check(self, shape: tuple[int, int, int, int]) -> None:
+    b, _, t, s = shape
+    for name, array, size in (
+      ('query_segments', self.queries, t),
+      ('key_segments', self.keys, s),
+    ):
+      if array.shape[0] not in (1, b) or array.shape[2] != size:
+        raise ValueError(
+          f'{name} of shape {array.shape[::2]} must be (b, length) = '
+          f'({b}, {size})'
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -189,19 +249,61 @@ def causal() -> Mask:
   return Causal()
 
 
-def lengths(lengths: ArrayLike) -> Mask:
+def window(left: int | None, right: int | None) -> Mask:
+  """A query at position i may attend to positions i - left to i + right.
+
+  `window(1023, 0)` is causal attention to the last 1024 tokens, the query's own
+  included.
+
+  Args:
+    left: how many tokens back; None: all.
+    right: how many tokens ahead; None: all.
+  """
+  for name, side in (('left', left), ('right', right)):
+    if side is not None:
+      checks.whole(name, side, 0, 2**31 - 1)
+  return Window(left, right)
+
+
+def lengths(lengths: ArrayLike, query_lengths: ArrayLike = None) -> Mask:
   """Only the first `lengths[b]` keys of batch row b may be attended to.
 
   Args:
-    lengths: (b,) integers, tokens.
+    lengths: (b,) integers, tokens; None: all keys.
+    query_lengths: (b,) integers; later queries attend to nothing. None: all.
   """
-  array = jnp.asarray(lengths)
-  if array.ndim != 1 or not jnp.issubdtype(array.dtype, jnp.integer):
+  keys, queries = (
+    None if array is None else _integers(name, array, '(b,)')[:, None]
+    for name, array in (('lengths', lengths), ('query_lengths', query_lengths))
+  )
+  return Lengths(keys, queries)
+
+
+def segments(queries: ArrayLike, keys: ArrayLike = None) -> Mask:
+  """A query may attend to the keys that have its segment number.
+
+  For sequences packed into one row, and for padding with a number of its own.
+
+  Args:
+    queries: (b, t) integers, the segment of each query.
+    keys: (b, s) integers, the segment of each key; None: `queries`.
+  """
+  keys = queries if keys is None else keys
+  query_segments = _integers('query_segments', queries, '(b, t)')
+  key_segments = _integers('key_segments', keys, '(b, s)')
+  return Segments(query_segments[:, None], key_segments[:, None])
+
+
+def _integers(name: str, values: ArrayLike, letters: str) -> Array:
+  """An integer array with a dimension for each letter."""
+  array = jnp.asarray(values)
+  ndim = sum(c.isalpha() for c in letters)
+  if array.ndim != ndim or not jnp.issubdtype(array.dtype, jnp.integer):
     raise ValueError(
-      f'lengths must be integers of shape (b,), got {array.dtype} of shape '
-      f'{array.shape}; pass the number of valid keys of each batch row'
+      f'{name} must be integers of shape {letters}, got {array.dtype} of shape '
+      f'{array.shape}; pass one for each'
     )
-  return Lengths(array[:, None])
+  return array
 
 
 def dense(allowed: ArrayLike) -> Mask:
@@ -234,6 +336,12 @@ def as_mask(mask: Mask | ArrayLike | None) -> Mask | None:
   return mask if mask is None or isinstance(mask, Mask) else dense(mask)
 
 
+def all_of(*masks: Mask | ArrayLike | None) -> Mask | None:
+  """All of the masks at once; None: no condition."""
+  given = [x for x in map(as_mask, masks) if x is not None]
+  return functools.reduce(And, given) if given else None
+
+
 def from_numbers(mask: Mask | ArrayLike | None) -> Mask | ArrayLike | None:
   """A boolean array from Flax's mask helpers' 0/1 numbers.
 
@@ -255,45 +363,3 @@ def from_numbers(mask: Mask | ArrayLike | None) -> Mask | ArrayLike | None:
       'additive values as bias=, or mask == 0'
     )
   return array != 0
-
-
-def as_bias(
-  bias: ArrayLike | None, shape: tuple[int, ...], letters: str
-) -> Array | None:
-  """A bias as an array with all dimensions of the scores; None stays None."""
-  if bias is None:
-    return None
-  array = jnp.asarray(bias)
-  if not jnp.issubdtype(array.dtype, jnp.floating):
-    raise ValueError(
-      f'bias has dtype {array.dtype}, but a bias is added to the scores; pass '
-      'booleans as mask=, numbers as floats'
-    )
-  full = (1,) * (len(shape) - array.ndim) + array.shape
-  while 4 >= len(full) > len(shape) and full[0] == 1:
-    full = full[1:]
-  checks.broadcast('bias', full, shape, letters)
-  return jnp.reshape(array, full)
-
-
-def as_positions(
-  name: str, positions: ArrayLike | None, *shapes: tuple[int, ...]
-) -> Array | None:
-  """Positions as an integer array of one of the shapes; None stays None."""
-  if positions is None:
-    return None
-  array = jnp.asarray(positions)
-  if not jnp.issubdtype(array.dtype, jnp.integer) or array.shape not in shapes:
-    wanted = ' or '.join(str(shape) for shape in dict.fromkeys(shapes))
-    raise ValueError(
-      f'{name} must be integers of shape {wanted}, got {array.dtype} of shape '
-      f'{array.shape}'
-    )
-  if isinstance(positions, np.ndarray) and positions.size:
-    limits, low, high = jnp.iinfo(array.dtype), positions.min(), positions.max()
-    if low < limits.min or high > limits.max:
-      raise ValueError(
-        f'{name} from {low} to {high} do not fit {array.dtype}; use smaller '
-        'ones, or JAX_ENABLE_X64=1'
-      )
-  return array

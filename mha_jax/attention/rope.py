@@ -9,6 +9,8 @@ so a score depends on the difference of two positions only. Two layouts of
 the pairs are in use: 'half' pairs feature i with i + k/2 (GPT-NeoX, Llama in
 Hugging Face's form), 'interleaved' pairs 2 i with 2 i + 1 (the paper, GPT-J).
 They are the same up to a permutation of the weights, `layout_permutation`.
+A scaling changes the w_i for contexts longer than those trained on, see
+`rope_scaling`.
 
 Source: Su et al. 2021, RoFormer, section 3.4.2.
 """
@@ -22,6 +24,7 @@ import numpy as np
 from mha_jax.attention import checks
 from mha_jax.attention.dtypes import wide_dtype
 from mha_jax.attention.notation import Array
+from mha_jax.attention.rope_scaling import RopeScaling
 
 LAYOUTS = ('half', 'interleaved')
 
@@ -33,14 +36,41 @@ class Rope:
   Args:
     theta: the base of the wavelengths.
     layout: which features form a pair, 'half' or 'interleaved'.
+    scaling: how to reach longer contexts, as `YarnScaling(4.0, 4096)`; None: as
+      trained.
   """
 
   theta: float = 10_000.0
   layout: str = 'half'
+  scaling: RopeScaling | None = None
 
   def __post_init__(self) -> None:
     _check_layout('layout', self.layout)
     checks.real('theta', self.theta, 1, 1e12)
+    if self.scaling is not None and not isinstance(self.scaling, RopeScaling):
+      raise ValueError(
+        f'scaling={self.scaling!r} must be a RopeScaling, for instance '
+        'LinearScaling(4.0), or None'
+      )
+
+  @property
+  def score_factor(self) -> float:
+    """What latent attention multiplies its scores by: YaRN's mscale^2, or 1."""
+    return 1.0 if self.scaling is None else self.scaling.score_factor
+
+  def frequencies(self, size: int) -> np.ndarray:
+    """The angle per position of each of the size / 2 pairs, in radians."""
+    half = size // 2
+    plain = self.theta ** (-np.arange(half) / half)
+    if self.scaling is None:
+      return plain
+    return self.scaling.scale(plain, self.theta)
+
+  def rotate_heads(self, x_BHTK: Array, positions: Array | None) -> Array:
+    """Turns x (b, heads, t, k) by positions (b, t), None: 0 .. t-1."""
+    if positions is None:
+      positions = jnp.arange(x_BHTK.shape[2])[None, :]
+    return self.rotate(x_BHTK, positions[:, None, :])
 
   def rotate(self, x: Any, positions: Any) -> Array:
     """Turns x (..., t, k) by positions that broadcast to (..., t).
@@ -63,11 +93,13 @@ class Rope:
     )
     half = x.shape[-1] // 2
     wide = wide_dtype(x.dtype)
-    frequencies = self.theta ** (-np.arange(half) / half)
+    frequencies = jnp.asarray(self.frequencies(2 * half), wide)
     angles = positions.astype(wide)[..., None] * jnp.reshape(
-      jnp.asarray(frequencies, wide), (1,) * (x.ndim - 1) + (half,)
+      frequencies, (1,) * (x.ndim - 1) + (half,)
     )
     cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if self.scaling is not None:
+      cos, sin = (self.scaling.rotary_factor * part for part in (cos, sin))
     if self.layout == 'half':
       a, b = x[..., :half].astype(wide), x[..., half:].astype(wide)
       parts = (a * cos - b * sin, a * sin + b * cos)

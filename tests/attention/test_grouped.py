@@ -12,11 +12,11 @@ import pytest
 from absl.testing import parameterized
 from oracles import assert_close, assert_same_bits, booleans, normal
 
+from mha_jax import attention
 from mha_jax.attention import (
   Dropout,
   GroupedConfig,
   Rope,
-  grouped,
   init_table,
   masks,
   multihead_attention,
@@ -24,7 +24,7 @@ from mha_jax.attention import (
 
 B, T, S, D = 2, 7, 11, 5
 apply = jax.jit(
-  grouped.apply,
+  attention.apply,
   static_argnums=0,
   static_argnames=('return_weights', 'dtype', 'implementation'),
 )
@@ -207,7 +207,7 @@ class LayerTest(oracles.X64TestCase):
     arguments = (x,) * 3 if positional else (x,) * 2
     assert_close(
       apply(config, p, *arguments, **options),
-      grouped.apply(config, p, *arguments, **options),
+      attention.apply(config, p, *arguments, **options),
     )
 
 
@@ -217,8 +217,8 @@ class GatesTest(oracles.X64TestCase):
   def test_ones_change_nothing(self):
     """Gates of one: the same bits."""
     p, x = params_for(self.config), normal(1, B, T, D)
-    got = grouped.apply(self.config, p, x, head_gates=np.ones(6))
-    assert_same_bits(got, grouped.apply(self.config, p, x))
+    got = attention.apply(self.config, p, x, head_gates=np.ones(6))
+    assert_same_bits(got, attention.apply(self.config, p, x))
 
   def test_zero_removes_a_head(self):
     """A gate of zero is a zero out kernel, to the bit."""
@@ -226,10 +226,10 @@ class GatesTest(oracles.X64TestCase):
     gates = [1.0, 1.0, 0.0, 1.0, 0.0, 1.0]
     cut = p | {'out': dict(p['out'])}
     cut['out']['kernel'] = p['out']['kernel'].at[np.array([2, 4])].set(0)
-    got = grouped.apply(self.config, p, x, head_gates=gates)
-    assert_close(got, grouped.apply(self.config, cut, x), 1e-15)
+    got = attention.apply(self.config, p, x, head_gates=gates)
+    assert_close(got, attention.apply(self.config, cut, x), 1e-15)
     out = p['out']['bias']
-    none = grouped.apply(self.config, p, x, head_gates=np.zeros(6))
+    none = attention.apply(self.config, p, x, head_gates=np.zeros(6))
     assert_same_bits(none, np.broadcast_to(out, none.shape))
 
   def test_any_gate_and_its_gradient(self):
@@ -282,7 +282,7 @@ class ContractsTest(parameterized.TestCase):
     ):
 
       def loss(p, x, bias, gates):
-        out, weights = grouped.apply(
+        out, weights = attention.apply(
           config,
           p,
           x,
@@ -311,7 +311,7 @@ class ContractsTest(parameterized.TestCase):
     y = normal(2, B, S, D).astype(np.float32)
 
     def loss(x, y):
-      out = grouped.apply(config, p, x, y, mask=masks.lengths([6, 4]))
+      out = attention.apply(config, p, x, y, mask=masks.lengths([6, 4]))
       return jnp.sum(out**2), out
 
     f = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
@@ -327,7 +327,7 @@ class ContractsTest(parameterized.TestCase):
     config = GroupedConfig(d_model=2, num_heads=1, rope=Rope())
     p = params_for(config, dtype=np.float32)
     x, bias = normal(1, 3, 2).astype(np.float32), np.ones((3, 3), np.float32)
-    lists = grouped.apply(
+    lists = attention.apply(
       config,
       p,
       x.tolist(),
@@ -335,7 +335,7 @@ class ContractsTest(parameterized.TestCase):
       input_positions=[4, 5, 9],
       head_gates=[0.5],
     )
-    arrays = grouped.apply(
+    arrays = attention.apply(
       config,
       p,
       jnp.asarray(x),
@@ -409,7 +409,7 @@ class ErrorsTest(parameterized.TestCase):
       mock.patch.object(jax.nn, 'softmax', forbidden),
       self.assertRaisesRegex(ValueError, f'(?s){value}.*{remedy}'),
     ):
-      grouped.apply(self.config, p, **arguments | changes)
+      attention.apply(self.config, p, **arguments | changes)
 
   @parameterized.parameters('mask', 'bias')
   def test_bad_masks_of_several_batch_dimensions(self, name):
@@ -421,7 +421,7 @@ class ErrorsTest(parameterized.TestCase):
     with self.assertRaisesRegex(
       ValueError, rf'{name}.* of shape \(5, 3, 1, 7, 7\) does not broadcast'
     ):
-      grouped.apply(config, p, x, **{name: array})
+      attention.apply(config, p, x, **{name: array})
 
   @parameterized.parameters(
     (lambda p: p | {'key': p['query']}, r"params\['key'\].*asks for"),
@@ -437,4 +437,4 @@ class ErrorsTest(parameterized.TestCase):
     config = GroupedConfig(d_model=6, num_heads=3, num_kv_heads=1)
     params = change(params_for(config, dtype=np.float32))
     with self.assertRaisesRegex(ValueError, message):
-      grouped.apply(config, params, normal(0, 2, 7, 6).astype(np.float32))
+      attention.apply(config, params, normal(0, 2, 7, 6).astype(np.float32))

@@ -536,7 +536,7 @@ class InAxesTest(parameterized.TestCase):
       if isinstance(node, ast.Call)
       and ast.unparse(node.func).split('.')[-1] == 'vmap'
     ]
-    self.assertLen(calls, 3)
+    self.assertLen(calls, 4)
     for call in calls:
       keywords = {x.arg: x.value for x in call.keywords}
       self.assertContainsSubset(keywords, {'in_axes', 'axis_size'})
@@ -544,7 +544,7 @@ class InAxesTest(parameterized.TestCase):
         if isinstance(axis, ast.Constant):
           self.assertIn(axis.value, (0, None), ast.unparse(call))
         else:
-          self.assertIn(ast.unparse(axis), ('axes', 'pair_axes'))
+          self.assertIn(ast.unparse(axis), ('axes', 'kv_axes', 'pair_axes'))
 
   @parameterized.parameters(*((kind,) for kind in HEADS))
   def test_run_time(self, kind):
@@ -554,8 +554,8 @@ class InAxesTest(parameterized.TestCase):
     seen, vmap = [], jax.vmap
 
     def record(f, in_axes=0, **options):
-      if isinstance(in_axes, tuple) and len(in_axes) == 4:
-        seen.append(in_axes[:3])
+      if isinstance(in_axes, tuple) and len(in_axes) == 3:
+        seen.append(in_axes[:2])
       axes = jax.tree.leaves(in_axes, is_leaf=lambda x: x is None)
       self.assertContainsSubset(axes, (0, None))
       self.assertNotIn('out_axes', options)
@@ -569,7 +569,9 @@ class InAxesTest(parameterized.TestCase):
     )
     with mock.patch.object(jax, 'vmap', record):
       jax.eval_shape(f, q, k, v)
-    self.assertEqual(seen, [(0, 0, 0), (0, 0, 0), (0, None, None)])
+    heads_axis = 0 if n > 1 else None
+    each = ((heads_axis,), heads_axis)
+    self.assertEqual(seen, [(0, 0), (0, each), (0, None)])
 
 
 class ErrorsTest(parameterized.TestCase):

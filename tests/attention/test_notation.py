@@ -109,7 +109,7 @@ class NotationTest(parameterized.TestCase):
     self.assertEqual(annotated_dims(planted), ['b', 'x'])
     heads = (PACKAGE / 'heads.py').read_text()
     self.assertContainsSubset(['BHTK', 'BNSK', 'BNSV'], shape_suffixes(heads))
-    self.assertContainsSubset(['g', 't', 'k'], annotated_dims(heads))
+    self.assertContainsSubset(['g', 't', 's', 'v'], annotated_dims(heads))
 
   def test_axis_names(self):
     """Every letter has one logical axis name, and no two share one."""

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import assert_close, normal
 
-from mha_jax.attention import GroupedConfig, Rope, grouped, layout_permutation
+from mha_jax import attention
+from mha_jax.attention import GroupedConfig, Rope, layout_permutation
 from mha_jax.attention.rope import LAYOUTS
 
 
@@ -68,11 +69,11 @@ class RopeTest(oracles.X64TestCase):
     )
     p, x = params(seed, config), normal(seed, 2, 7, 5)
     positions = np.random.default_rng(seed).integers(0, 50, (2, 7))
-    got = grouped.apply(config, p, x, input_positions=positions + shift)
-    wanted = grouped.apply(config, p, x, input_positions=positions)
+    got = attention.apply(config, p, x, input_positions=positions + shift)
+    wanted = attention.apply(config, p, x, input_positions=positions)
     # sin and cos of angles up to 1e5 lose 5 digits of 16.
     assert_close(got, wanted, 1e-9)
-    plain = grouped.apply(config, p, x)
+    plain = attention.apply(config, p, x)
     self.assertGreater(oracles.relative_error(plain, wanted), 1e-3)
 
   @parameterized.product(
@@ -91,7 +92,7 @@ class RopeTest(oracles.X64TestCase):
     at_q = np.random.default_rng(1).integers(0, 30, (2, 7))
     y = normal(1, 2, 11, 5) if cross else None
     at_k = np.random.default_rng(2).integers(0, 30, (2, 11)) if cross else at_q
-    got = grouped.apply(
+    got = attention.apply(
       config,
       p,
       x,
@@ -103,7 +104,7 @@ class RopeTest(oracles.X64TestCase):
       p, x, y, kind=kind, rope=(100.0, layout), positions=(at_q, at_k)
     )
     assert_close(got, wanted)
-    count = grouped.apply(config, p, x, y)
+    count = attention.apply(config, p, x, y)
     wanted, _ = oracles.layer(p, x, y, kind=kind, rope=(100.0, layout))
     assert_close(count, wanted)
 
@@ -163,10 +164,10 @@ class LayoutTest(oracles.X64TestCase):
       }
       for name, row in p.items()
     }
-    wanted = grouped.apply(source, p, x, return_weights=True)
-    got = grouped.apply(target, carried, x, return_weights=True)
+    wanted = attention.apply(source, p, x, return_weights=True)
+    got = attention.apply(target, carried, x, return_weights=True)
     assert_close(got, wanted)
-    wrong = grouped.apply(target, p, x, return_weights=True)
+    wrong = attention.apply(target, p, x, return_weights=True)
     self.assertGreater(oracles.relative_error(wrong[1], wanted[1]), 1e-3)
 
 

@@ -11,7 +11,8 @@ import torch
 from absl.testing import parameterized
 from oracles import assert_close, booleans, normal
 
-from mha_jax.attention import GroupedConfig, grouped, masks, multihead_attention
+from mha_jax import attention
+from mha_jax.attention import GroupedConfig, masks, multihead_attention
 from mha_jax.attention.heads import IMPLEMENTATIONS
 
 B, T, S, K, V = 2, 7, 11, 13, 17
@@ -171,7 +172,7 @@ class MultiheadAttentionTest(oracles.X64TestCase):
     cotangent = normal(20, B, T, d).astype(dtype)
     weights_cotangent = normal(21, B, h, T, s).astype(dtype)
 
-    f = functools.partial(grouped.apply, config, return_weights=True, **ours)
+    f = functools.partial(attention.apply, config, return_weights=True, **ours)
     got, back = jax.vjp(jax.jit(f), carried_over(module), *inputs)
     grads = back((jnp.asarray(cotangent), jnp.asarray(weights_cotangent)))
 

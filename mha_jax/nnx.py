@@ -1,0 +1,499 @@
+"""Flax NNX shells over `mha_jax.attention`: parameters and random keys.
+
+  import mha_jax.nnx as mha
+
+  layer = mha.GroupedQueryAttention(
+    num_heads=8, in_features=64, num_kv_heads=2, rngs=nnx.Rngs(0)
+  )
+  y = layer(x, mask=masks.causal())
+
+`MultiHeadAttention` is a drop-in for `nnx.MultiHeadAttention`: the same
+arguments, the same parameter tree, the same initial values. An argument that we
+do not take says what to use instead.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn import dtypes
+from flax.nnx.variablelib import VariableMetadata
+
+from mha_jax import flax_arguments
+from mha_jax.attention import (
+  AttentionConfig,
+  Dropout,
+  LatentConfig,
+  Rope,
+  apply,
+  checks,
+  masks,
+  variants,
+)
+from mha_jax.attention.projections import INITIALIZERS, Initializer, Row
+
+__all__ = [
+  'Attention',
+  'GroupedQueryAttention',
+  'MultiHeadAttention',
+  'MultiHeadLatentAttention',
+  'MultiQueryAttention',
+  'attention_fn',
+]
+
+Metadata = Mapping[str, Any]
+NO_METADATA: Metadata = MappingProxyType({})
+
+
+class Parameters(nnx.Module):
+  """Owns the parameters of one row of a table, each an `nnx.Param`."""
+
+  def __init__(
+    self,
+    row: Row,
+    initializers: Mapping[str, Initializer],
+    metadata: Mapping[str, Metadata],
+    param_dtype: Any,
+    rngs: nnx.Rngs,
+  ):
+    self.names = tuple(row.shapes)
+    for name, shape in row.shapes.items():
+      flat = row.init_shapes[name]
+      value = initializers[name](rngs.params(), flat, param_dtype)
+      if isinstance(value, VariableMetadata):
+        value.raw_value = jnp.reshape(value.raw_value, shape)
+      else:
+        value = jnp.reshape(value, shape)
+      param = nnx.Param(value, **metadata.get(name, {}))
+      axis_names = param.get_metadata().get('out_sharding')
+      flax_arguments.check_axis_names(name, axis_names, shape)
+      setattr(self, name, param)
+
+  def __call__(self) -> dict[str, jax.Array]:
+    return {name: getattr(self, name)[...] for name in self.names}
+
+
+class Attention(nnx.Module):
+  """Attention of any variant, told by its config.
+
+  Args:
+    config: an `AttentionConfig`, for instance `GroupedConfig(...)`.
+    dtype: the dtype to compute in; None: that of inputs and parameters.
+    param_dtype: the dtype of the parameters.
+    dropout_rate: probability in [0, 1) to drop an attention weight; drawn per
+      row, head, query and key.
+    deterministic: whether dropout is off; may be given at the call, or set by
+      `train()`, `eval()` and `nnx.view`.
+    precision: of every product, see `mha_jax.attention.apply`.
+    kernel_init: initialiser of the kernels; sees (fan-in, fan-out).
+    out_kernel_init: that of the output kernel; None: kernel_init.
+    bias_init: initialiser of the biases.
+    out_bias_init: that of the output bias; None: bias_init.
+    implementation: see `mha_jax.attention.multihead_attention`.
+    rngs: 'params' makes the parameters, 'dropout' the stream that is kept.
+    keep_rngs: whether the module keeps a stream for dropout.
+    kernel_metadata: of the kernels' `nnx.Param`.
+    out_kernel_metadata: of the output kernel; empty: kernel_metadata.
+    bias_metadata: of the biases.
+    out_bias_metadata: of the output bias; empty: bias_metadata.
+    scale_metadata: of the norms' scales, by the name of the norm.
+
+  Raises:
+    ValueError: an option does not fit.
+  """
+
+  def __init__(
+    self,
+    config: AttentionConfig,
+    *,
+    dtype: Any = None,
+    param_dtype: Any = jnp.float32,
+    dropout_rate: float = 0.0,
+    deterministic: bool | None = None,
+    precision: Any = None,
+    kernel_init: Initializer = INITIALIZERS['kernel'],
+    out_kernel_init: Initializer | None = None,
+    bias_init: Initializer = INITIALIZERS['bias'],
+    out_bias_init: Initializer | None = None,
+    implementation: str = 'auto',
+    rngs: nnx.Rngs,
+    keep_rngs: bool = True,
+    kernel_metadata: Metadata = NO_METADATA,
+    out_kernel_metadata: Metadata = NO_METADATA,
+    bias_metadata: Metadata = NO_METADATA,
+    out_bias_metadata: Metadata = NO_METADATA,
+    scale_metadata: Mapping[str, Metadata] = NO_METADATA,
+  ):
+    checks.rate('dropout_rate', dropout_rate)
+    self.config = config
+    self.dtype = dtype
+    self.dropout_rate = dropout_rate
+    self.deterministic = deterministic
+    self.precision = precision
+    self.implementation = implementation
+    self.row_names = tuple(config.table)
+    for name, row in config.table.items():
+      initializers = {**INITIALIZERS, 'kernel': kernel_init, 'bias': bias_init}
+      metadata = {
+        'kernel': kernel_metadata,
+        'bias': bias_metadata,
+        'scale': scale_metadata.get(name, NO_METADATA),
+      }
+      if name == 'out':
+        initializers['kernel'] = out_kernel_init or kernel_init
+        initializers['bias'] = out_bias_init or bias_init
+        metadata['kernel'] = out_kernel_metadata or kernel_metadata
+        metadata['bias'] = out_bias_metadata or bias_metadata
+      setattr(
+        self, name, Parameters(row, initializers, metadata, param_dtype, rngs)
+      )
+    keep = keep_rngs and dropout_rate > 0
+    self.rngs = rngs.dropout.fork() if keep else None
+
+  def __call__(
+    self,
+    inputs_q: Any,
+    inputs_k: Any = None,
+    inputs_v: Any = None,
+    *,
+    mask: Any = None,
+    deterministic: bool | None = None,
+    rngs: nnx.Rngs | nnx.RngStream | None = None,
+    sow_weights: bool = False,
+    decode: bool | None = None,
+    is_causal: bool = False,
+    out_sharding: Any = None,
+    qkv_sharding: Any = None,
+    input_positions: Any = None,
+    key_positions: Any = None,
+    bias: Any = None,
+    head_gates: Any = None,
+  ) -> jax.Array:
+    """Attends from inputs_q to inputs_k.
+
+    Args:
+      inputs_q: (..., t, d).
+      inputs_k: (..., s, d'); None: inputs_q, self-attention.
+      inputs_v: (..., s, d''); None: inputs_k.
+      mask: a `Mask`, or an array that broadcasts to (..., h, t, s), booleans
+        or what Flax's mask helpers return: nonzero may attend.
+      deterministic: whether dropout is off; None: the module's own.
+      rngs: a stream for dropout; None: the one that the module keeps.
+      sow_weights: whether to sow the weights (..., h, t, s), before dropout,
+        as 'attention_weights' of type `nnx.Intermediate`.
+      decode: not taken, like out_sharding and qkv_sharding.
+      is_causal: whether to join the mask with `masks.causal()`.
+      input_positions: (..., t) absolute positions of the queries for RoPE and
+        masks; where inputs_k is None of the keys too. None: 0 .. t-1.
+      key_positions: (..., s) of the keys; None: 0 .. s-1, or input_positions
+        where inputs_k is None.
+      bias: added to the scores, broadcasts to (..., h, t, s).
+      head_gates: (h,) factors of each head's output.
+
+    Returns:
+      (..., t, out_features).
+
+    Raises:
+      ValueError: inputs or options do not fit.
+    """
+    flax_arguments.refuse(
+      decode=decode, out_sharding=out_sharding, qkv_sharding=qkv_sharding
+    )
+    mask = masks.from_numbers(mask)
+    if is_causal:
+      mask = masks.causal() if mask is None else masks.causal() & mask
+    out = apply(
+      self.config,
+      {name: getattr(self, name)() for name in self.row_names},
+      inputs_q,
+      inputs_k,
+      inputs_v,
+      mask=mask,
+      bias=bias,
+      input_positions=input_positions,
+      key_positions=key_positions,
+      dropout=self._dropout(deterministic, rngs),
+      head_gates=head_gates,
+      dtype=self.dtype,
+      precision=self.precision,
+      return_weights=sow_weights,
+      implementation=self.implementation,
+    )
+    if sow_weights:
+      out, weights = out
+      self.sow(nnx.Intermediate, 'attention_weights', weights)
+    return out
+
+  def set_view(self, deterministic: bool | None = None) -> None:
+    """What `nnx.view` sets.
+
+    Args:
+      deterministic: whether dropout is off.
+    """
+    if deterministic is not None:
+      self.deterministic = deterministic
+
+  def _dropout(
+    self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None
+  ) -> Dropout | None:
+    """Dropout with a key of the given stream or our own; None: off."""
+    if self.dropout_rate == 0:
+      return None
+    off = self.deterministic if deterministic is None else deterministic
+    if off is None:
+      raise ValueError(
+        f'deterministic=None with dropout_rate={self.dropout_rate}; pass it at '
+        'the call or to the constructor, or call train() or eval()'
+      )
+    if off:
+      return None
+    stream = rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs or self.rngs
+    if stream is None:
+      raise ValueError(
+        'rngs=None, and with keep_rngs=False the module keeps none; pass rngs= '
+        'at the call'
+      )
+    return Dropout(stream(), self.dropout_rate)
+
+
+class GroupedQueryAttention(Attention):
+  """Attention with fewer key/value heads than query heads.
+
+  The first arguments are those of `flax.nnx.MultiHeadAttention`, in its order;
+  see `Attention` for those that all modules share.
+
+  Args:
+    num_heads: query heads h.
+    in_features: width of inputs_q.
+    qkv_features: h k in all; None: in_features.
+    out_features: width of the output; None: in_features.
+    num_kv_heads: key/value heads n, a divisor of h.
+    in_kv_features: width of inputs_k and inputs_v; None: in_features.
+    broadcast_dropout: ignored; dropout is drawn per row, head, query and key.
+    use_bias: whether the projections add a bias.
+    attention_fn, decode, qkv_promote_dtype, out_promote_dtype,
+      ln_promote_dtype, qkv_dot_general, out_dot_general, qkv_dot_general_cls,
+      out_dot_general_cls: not taken.
+    normalize_qk: False, True (Flax's LayerNorm), 'layer' or 'rms'.
+    query_ln_scale_metadata: of the query norm's scale.
+    key_ln_scale_metadata: of the key norm's scale.
+    head_dim: k, free of in_features; None: qkv_features / h.
+    v_head_dim: v; None: head_dim.
+    rope: a `Rope` that rotates queries and keys; None: none.
+    logit_softcap: bound on the scores; None: none.
+  """
+
+  kind = 'gqa'
+
+  def __init__(
+    self,
+    num_heads: int,
+    in_features: int,
+    qkv_features: int | None = None,
+    out_features: int | None = None,
+    num_kv_heads: int | None = None,
+    in_kv_features: int | None = None,
+    *,
+    dtype: Any = None,
+    param_dtype: Any = jnp.float32,
+    broadcast_dropout: bool = True,
+    dropout_rate: float = 0.0,
+    deterministic: bool | None = None,
+    precision: Any = None,
+    kernel_init: Initializer = INITIALIZERS['kernel'],
+    out_kernel_init: Initializer | None = None,
+    bias_init: Initializer = INITIALIZERS['bias'],
+    out_bias_init: Initializer | None = None,
+    use_bias: bool = True,
+    attention_fn: Callable[..., Any] | None = None,
+    decode: bool | None = None,
+    normalize_qk: bool | str = False,
+    qkv_promote_dtype: Any = None,
+    out_promote_dtype: Any = None,
+    ln_promote_dtype: Any = None,
+    qkv_dot_general: Any = None,
+    out_dot_general: Any = None,
+    qkv_dot_general_cls: Any = None,
+    out_dot_general_cls: Any = None,
+    rngs: nnx.Rngs,
+    keep_rngs: bool = True,
+    kernel_metadata: Metadata = NO_METADATA,
+    out_kernel_metadata: Metadata = NO_METADATA,
+    bias_metadata: Metadata = NO_METADATA,
+    out_bias_metadata: Metadata = NO_METADATA,
+    query_ln_scale_metadata: Metadata = NO_METADATA,
+    key_ln_scale_metadata: Metadata = NO_METADATA,
+    head_dim: int | None = None,
+    v_head_dim: int | None = None,
+    rope: Rope | None = None,
+    logit_softcap: float | None = None,
+    implementation: str = 'auto',
+  ):
+    flax_arguments.refuse(
+      {
+        'attention_fn': nnx.dot_product_attention,
+        'qkv_promote_dtype': dtypes.promote_dtype,
+        'out_promote_dtype': dtypes.promote_dtype,
+        'ln_promote_dtype': dtypes.promote_dtype,
+      },
+      attention_fn=attention_fn,
+      decode=decode,
+      qkv_promote_dtype=qkv_promote_dtype,
+      out_promote_dtype=out_promote_dtype,
+      ln_promote_dtype=ln_promote_dtype,
+      qkv_dot_general=qkv_dot_general,
+      out_dot_general=out_dot_general,
+      qkv_dot_general_cls=qkv_dot_general_cls,
+      out_dot_general_cls=out_dot_general_cls,
+    )
+    del broadcast_dropout
+    super().__init__(
+      variants.build(
+        'gqa' if self.kind == 'mha' and num_kv_heads else self.kind,
+        d_model=in_features,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=variants.head_dim_of(num_heads, qkv_features, head_dim),
+        v_head_dim=v_head_dim,
+        key_features=in_kv_features,
+        out_features=out_features,
+        use_bias=use_bias,
+        normalize_qk=normalize_qk,
+        rope=rope,
+        logit_softcap=logit_softcap,
+      ),
+      dtype=dtype,
+      param_dtype=param_dtype,
+      dropout_rate=dropout_rate,
+      deterministic=deterministic,
+      precision=precision,
+      kernel_init=kernel_init,
+      out_kernel_init=out_kernel_init,
+      bias_init=bias_init,
+      out_bias_init=out_bias_init,
+      implementation=implementation,
+      rngs=rngs,
+      keep_rngs=keep_rngs,
+      kernel_metadata=kernel_metadata,
+      out_kernel_metadata=out_kernel_metadata,
+      bias_metadata=bias_metadata,
+      out_bias_metadata=out_bias_metadata,
+      scale_metadata={
+        'query_ln': query_ln_scale_metadata,
+        'key_ln': key_ln_scale_metadata,
+      },
+    )
+
+
+class MultiHeadAttention(GroupedQueryAttention):
+  """Attention with a key/value head for each query head.
+
+  The same arguments as `GroupedQueryAttention`; num_kv_heads is num_heads,
+  unless it is given, as in `flax.nnx.MultiHeadAttention`.
+  """
+
+  kind = 'mha'
+
+
+class MultiQueryAttention(GroupedQueryAttention):
+  """Attention whose query heads share one key/value head.
+
+  The same arguments as `GroupedQueryAttention`; num_kv_heads is 1.
+  """
+
+  kind = 'mqa'
+
+
+class MultiHeadLatentAttention(Attention):
+  """DeepSeek-V2's attention: keys and values from one latent per token.
+
+  inputs_v stays None in its calls.
+
+  Args:
+    num_heads: heads h.
+    in_features: width of inputs_q.
+    kv_lora_rank: features r of the latent.
+    in_kv_features: width of inputs_k; None: in_features.
+    **options: the other fields of `LatentConfig`, and the arguments of
+      `Attention`.
+  """
+
+  def __init__(
+    self,
+    num_heads: int,
+    in_features: int,
+    kv_lora_rank: int,
+    in_kv_features: int | None = None,
+    **options: Any,
+  ):
+    names = variants.VARIANTS['mla'].options
+    sizes = {name: options.pop(name) for name in names if name in options}
+    config = LatentConfig(
+      d_model=in_features,
+      num_heads=num_heads,
+      kv_lora_rank=kv_lora_rank,
+      kv_features=in_kv_features,
+      **sizes,
+    )
+    super().__init__(config, **options)
+
+
+def attention_fn(
+  query: Any,
+  key: Any,
+  value: Any,
+  bias: Any = None,
+  mask: Any = None,
+  broadcast_dropout: bool = True,
+  dropout_rng: jax.Array | None = None,
+  dropout_rate: float = 0.0,
+  deterministic: bool = False,
+  dtype: Any = None,
+  precision: Any = None,
+  module: nnx.Module | None = None,
+  promote_dtype: Any = None,
+  is_causal: bool = False,
+  *,
+  and_mask: Any = None,
+  logit_softcap: float | None = None,
+  implementation: str | None = None,
+) -> jax.Array:
+  """Our attention in Flax's modules: `attention_fn=mha.attention_fn`.
+
+  The arguments of `flax.nnx.dot_product_attention`. `broadcast_dropout` is
+  ignored (dropout is drawn per row, head, query and key), `promote_dtype` not
+  taken. Flax's modules pass their own mask, so
+  `functools.partial(attention_fn, and_mask=masks.causal())` adds one to it.
+
+  Args:
+    and_mask: a `Mask` or booleans, joined with `mask`.
+    logit_softcap: bound on the scores.
+    implementation: see `mha_jax.dot_product_attention`.
+
+  Returns:
+    (..., t, h, v).
+  """
+  flax_arguments.refuse(
+    {'promote_dtype': dtypes.promote_dtype}, promote_dtype=promote_dtype
+  )
+  return flax_arguments.attention(
+    query,
+    key,
+    value,
+    bias=bias,
+    mask=mask,
+    and_mask=and_mask,
+    dropout_rng=dropout_rng,
+    dropout_rate=dropout_rate,
+    deterministic=deterministic,
+    dtype=dtype,
+    precision=precision,
+    module=module,
+    collection=nnx.Intermediate,
+    is_causal=is_causal,
+    logit_softcap=logit_softcap,
+    implementation=implementation,
+  )
