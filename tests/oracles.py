@@ -37,7 +37,8 @@ def relative_error(got: Any, wanted: Any) -> float:
   wanted = np.asarray(wanted).astype(np.float64)
   if got.shape != wanted.shape:
     raise AssertionError(f'shape {got.shape}, wanted {wanted.shape}')
-  return float(np.max(np.abs(got - wanted)) / np.max(np.abs(wanted)))
+  error, size = np.max(np.abs(got - wanted)), np.max(np.abs(wanted))
+  return float(error / (size or 1e-300))
 
 
 def assert_close(got: Any, wanted: Any, tolerance: float = ROUNDING) -> None:
@@ -195,3 +196,54 @@ def layer(
   out = result.out * np.reshape(np.broadcast_to(gates, q.shape[1]), (-1, 1, 1))
   merged = np.tensordot(out, p['out']['kernel'], axes=((1, 3), (0, 1)))
   return merged + p['out'].get('bias', 0.0), result.weights
+
+
+def latent(
+  params: Any,
+  inputs_q: Any,
+  inputs_k: Any = None,
+  *,
+  theta: float = 10_000.0,
+  layout: str = 'half',
+  positions: tuple[Any, Any] | None = None,
+  gates: Any = 1.0,
+  **options: Any,
+) -> tuple[np.ndarray, np.ndarray]:
+  """Latent attention on (b, t, d): output and weights, keys concatenated."""
+  p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+  x = np.asarray(inputs_q, np.float64)
+  y = x if inputs_k is None else np.asarray(inputs_k, np.float64)
+  t, s = x.shape[1], y.shape[1]
+  at_q, at_k = positions or (np.arange(t), np.arange(s))
+  at_q, at_k = (np.atleast_2d(at)[:, None] for at in (at_q, at_k))
+
+  def down(name: str, a: np.ndarray) -> np.ndarray:
+    return a @ p[name]['kernel'] + p[name].get('bias', 0.0)
+
+  def up(name: str, a: np.ndarray) -> np.ndarray:
+    return np.moveaxis(np.tensordot(a, p[name]['kernel'], axes=(2, 0)), 2, 1)
+
+  if 'query_down' in p:
+    x = norm(down('query_down', x), p['query_norm']['scale'], 'rms')
+  c = norm(down('key_down', y), p['key_norm']['scale'], 'rms')
+  q, k, v = up('query', x), up('key', c), up('value', c)
+  if 'key_rope' in p:
+    w = rotate(up('query_rope', x), at_q, theta, layout)
+    u = rotate(down('key_rope', y)[:, None], at_k, theta, layout)
+    u = np.broadcast_to(u, (*k.shape[:3], u.shape[-1]))
+    q, k = np.concatenate([q, w], -1), np.concatenate([k, u], -1)
+  result = attention(q, k, v, **options)
+  out = result.out * np.reshape(np.broadcast_to(gates, q.shape[1]), (-1, 1, 1))
+  merged = np.tensordot(out, p['out']['kernel'], axes=((1, 3), (0, 1)))
+  return merged + p['out'].get('bias', 0.0), result.weights
+
+
+def random_params(config: Any, seed: int = 0, dtype: Any = np.float64) -> Any:
+  """Random parameters for every row of a config's table."""
+  return {
+    name: {
+      parameter: normal(seed + 10 * i + j, *shape).astype(dtype) / 2
+      for j, (parameter, shape) in enumerate(row.shapes.items())
+    }
+    for i, (name, row) in enumerate(config.table.items())
+  }

@@ -24,7 +24,7 @@ def dot_product_attention(
   is_causal: bool = False,
   query_seq_lengths: Any = None,
   key_value_seq_lengths: Any = None,
-  local_window_size: int | tuple[int, int] | None = None,
+  local_window_size: Any = None,
   implementation: str | None = None,
   return_residual: bool = False,
   logit_softcap: float | None = None,
@@ -54,7 +54,7 @@ def dot_product_attention(
     implementation: None or 'auto': ours to choose; 'xla': the exact form; else
       as in `multihead_attention`.
     return_residual: whether to return the log of the softmax's denominator
-      (..., t, h) too.
+      (..., t, h) too, differentiable (`jax.nn` stops its gradient).
     logit_softcap: bound on the scores, see `multihead_attention`.
     query_positions: (..., t) or (t,) integers for masks; None: 0 .. t-1.
     key_positions: (..., s) or (s,) likewise.
@@ -116,7 +116,7 @@ def _heads_first(x: Array) -> Array:
   return jnp.swapaxes(flat, 1, 2)
 
 
-def _window(size: int | tuple[int, int] | None) -> masks.Mask | None:
+def _window(size: Any) -> masks.Mask | None:
   """The mask of a window (left, right), or of one number for both."""
   if size is None or isinstance(size, int):
     return None if size is None else masks.window(size, size)

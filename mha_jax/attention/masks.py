@@ -249,15 +249,15 @@ def causal() -> Mask:
   return Causal()
 
 
-def window(left: int | None, right: int | None) -> Mask:
+def window(left: Any, right: Any) -> Mask:
   """A query at position i may attend to positions i - left to i + right.
 
   `window(1023, 0)` is causal attention to the last 1024 tokens, the query's own
   included.
 
   Args:
-    left: how many tokens back; None: all.
-    right: how many tokens ahead; None: all.
+    left: how many tokens back, a number or None: all.
+    right: how many tokens ahead, likewise.
   """
   for name, side in (('left', left), ('right', right)):
     if side is not None:

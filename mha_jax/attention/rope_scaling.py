@@ -156,13 +156,15 @@ class YarnScaling(RopeScaling):
       return self.attention_factor
     if self.mscale and self.mscale_all_dim:
       return self._sharpness(self.mscale) / self._sharpness(self.mscale_all_dim)
-    return self._sharpness(1)
+    return self._sharpness(1.0)
 
   @property
   def score_factor(self) -> float:
-    return self._sharpness(self.mscale_all_dim or 0) ** 2
+    return self._sharpness(self.mscale_all_dim or 0.0) ** 2
 
   def scale(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
+    if theta <= 1:
+      raise ValueError(f'theta={theta} must be above 1 for YarnScaling')
     features, length = (
       2 * frequencies.size,
       self.original_max_position_embeddings,

@@ -445,6 +445,115 @@ class AskingTest(parameterized.TestCase):
     assert_same_bits(f(dropout=off), plain)
 
 
+P = 3
+PARTS = {
+  # query heads, heads of the two key parts and of the values
+  'mha': (5, (5, 5), 5),
+  'expanded': (5, (5, 1), 5),
+  'groups': (15, (3, 1), 3),
+  'absorbed': (5, (1, 1), 1),
+  'shared_values': (5, (5, 1), 1),
+  'shared_keys': (5, (1, 1), 5),
+}
+
+
+@pytest.mark.usefixtures('quick_compile')
+class PartsTest(oracles.X64TestCase):
+  """Queries and keys in two parts whose scores add."""
+
+  def arrays(self, case: str):
+    h, (n, shared), values = PARTS[case]
+    qs = normal(0, B, h, T, K), normal(1, B, h, T, P)
+    ks = normal(2, B, n, S, K), normal(3, B, shared, S, P)
+    return qs, ks, normal(4, B, values, S, V), normal(5, B, h, T, V)
+
+  @parameterized.product(
+    case=tuple(PARTS), masked=(False, True), implementation=IMPLEMENTATIONS
+  )
+  def test_is_concatenation(self, case, masked, implementation):
+    """Outputs, weights and gradients are those of the parts side by side."""
+    qs, ks, v, cotangent = self.arrays(case)
+    h = qs[0].shape[1]
+    n = max(x.shape[1] for x in (*ks, v))
+    mask = booleans(0, B, h, T, S) if masked else None
+
+    def loss(qs, ks, v):
+      out, weights = multihead_attention(
+        qs,
+        ks,
+        v,
+        mask=mask,
+        return_weights=True,
+        implementation=implementation,
+      )
+      return jnp.sum(out * cotangent), (out, weights)
+
+    f = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))
+    (dqs, dks, dv), got = f(qs, ks, v)
+    q = np.concatenate(qs, -1)
+    k = np.concatenate(
+      [np.broadcast_to(x, (B, n, *x.shape[2:])) for x in ks], -1
+    )
+    wanted = oracles.attention(
+      q,
+      k,
+      np.broadcast_to(v, (B, n, S, V)),
+      allowed=True if mask is None else mask,
+      cotangent=cotangent,
+    )
+    assert_close(got, (wanted.out, wanted.weights))
+    assert_close(dqs, (wanted.dq[..., :K], wanted.dq[..., K:]))
+    wanted_dks = (wanted.dk[..., :K], wanted.dk[..., K:])
+    for x, whole, shape in zip(
+      (*dks, dv), (*wanted_dks, wanted.dv), (*ks, v), strict=True
+    ):
+      assert_close(x, reduce_to(whole, shape.shape))
+
+  @parameterized.product(implementation=IMPLEMENTATIONS)
+  def test_nan_in_an_unused_part(self, implementation):
+    """A key that nobody may attend to is inert in all its parts."""
+    qs, ks, v, _ = self.arrays('expanded')
+    f = functools.partial(
+      multihead_attention,
+      mask=masks.lengths([4, 9]),
+      implementation=implementation,
+    )
+    wanted = f(qs, ks, v)
+    nan = [x.copy() for x in ks]
+    for x in nan:
+      x[0, :, 4:], x[1, :, 9:] = np.nan, np.inf
+    assert_same_bits(f(qs, tuple(nan), v), wanted)
+
+  @parameterized.parameters(
+    (
+      lambda q, k, v: (q[:1], k, v),
+      r'q has head dimension 13 and k \(13, 3\)',
+    ),
+    (
+      lambda q, k, v: (q, k[::-1], v),
+      r'q has head dim.*\(13, 3\) and k \(3, 13\)',
+    ),
+    (lambda q, k, v: ((), (), v), r'q has head dimension \(\)'),
+    (
+      lambda q, k, v: ((q[0], q[1][:, :, :2]), k, v),
+      r'the parts of q have shapes .*must agree in \(b, h, t\)',
+    ),
+    (
+      lambda q, k, v: (q, (k[0], k[1][..., :2, :]), v),
+      r'k of shape \(2, 1, 2, 3\).*check batch, heads and length',
+    ),
+    (
+      lambda q, k, v: (q, (k[0], np.repeat(k[1], 2, 1)), v),
+      r'k of shape \(2, 2, 11, 3\).*n = 1 where all share',
+    ),
+  )
+  def test_bad_parts(self, change, message):
+    """Parts that do not fit each other are refused."""
+    qs, ks, v, _ = self.arrays('expanded')
+    with self.assertRaisesRegex(ValueError, f'(?s){message}'):
+      multihead_attention(*change(qs, ks, v))
+
+
 def element_counts(hlo: str) -> dict[int, str]:
   """The number of elements of every array in a program, with its text."""
   shapes = re.findall(r'\b[a-z]+\d*\w*\[([\d,]+)\]', hlo)

@@ -64,6 +64,35 @@ class DrawTest(parameterized.TestCase):
     two = np.stack([array, np.logical_not(array)])
     self.assertEqual(masks.dense(two).draw(2, 3, head=1), '· ■ ·\n■ ■ ·')
 
+  def test_window(self):
+    """So many before, so many after; None: all."""
+    self.assertEqual(masks.window(1, 0).draw(3, 4), '■ · · ·\n■ ■ · ·\n· ■ ■ ·')
+    self.assertEqual(masks.window(0, 2).draw(3, 4), '■ ■ ■ ·\n· ■ ■ ■\n· · ■ ■')
+    self.assertEqual(
+      masks.window(None, 0).draw(3, 4), masks.causal().draw(3, 4)
+    )
+    self.assertEqual(masks.window(None, None).draw(1, 2), '■ ■')
+
+  def test_segments(self):
+    """A query sees its own segment, wherever it stands."""
+    packed = masks.segments([[0, 0, 1], [5, 3, 5]])
+    self.assertEqual(packed.draw(3, 3), '■ ■ ·\n■ ■ ·\n· · ■')
+    self.assertEqual(packed.draw(3, 3, batch=1), '■ · ■\n· ■ ·\n■ · ■')
+    crossed = masks.segments([[1, 0]], [[0, 1, 1]])
+    self.assertEqual(crossed.draw(2, 3), '· ■ ■\n■ · ·')
+
+  def test_query_lengths(self):
+    """Later queries see nothing; keys and queries may have lengths alone."""
+    both = masks.lengths([2], [1])
+    self.assertEqual(both.draw(2, 3), '■ ■ ·\n· · ·')
+    self.assertEqual(masks.lengths(None, [1]).draw(2, 3), '■ ■ ■\n· · ·')
+
+  def test_all_of(self):
+    """Those that are given, at once; none is no mask."""
+    got = masks.all_of(None, masks.causal(), [[True, False]], None)
+    self.assertEqual(got.draw(2, 2), '■ ·\n■ ·')
+    self.assertIsNone(masks.all_of(None, None))
+
   def test_and_or(self):
     """The intersection and the union."""
     causal, short = masks.causal(), masks.lengths([2])
@@ -102,6 +131,34 @@ class CombineTest(parameterized.TestCase):
     np.testing.assert_array_equal(
       whole(masks.causal() & a | b & c),
       np.broadcast_to(past & left | right & short, (B, H, T, S)),
+    )
+
+  @given(
+    left=st.one_of(st.none(), st.integers(0, S)),
+    right=st.one_of(st.none(), st.integers(0, S)),
+    numbers=hnp.arrays(np.int32, (B, T + S), elements=st.integers(0, 2)),
+    first=hnp.arrays(np.int32, (B, T), elements=st.integers(-5, S + 5)),
+    lengths=hnp.arrays(np.int32, (2, B), elements=st.integers(0, S)),
+  )
+  def test_against_loops(self, left, right, numbers, first, lengths):
+    """Window, segments and lengths, in a product of all, with positions."""
+    segments = masks.segments(numbers[:, :T], numbers[:, T:])
+    mask = masks.window(left, right) & (segments | masks.lengths(*lengths))
+    wanted = np.zeros((B, 1, T, S), bool)
+    for b, t, s in np.ndindex(B, T, S):
+      ahead = s - first[b, t]
+      near = left is None or -ahead <= left
+      near = near and (right is None or ahead <= right)
+      same = numbers[b, t] == numbers[b, T + s]
+      short = s < lengths[0, b] and t < lengths[1, b]
+      wanted[b, 0, t, s] = near and (same or short)
+    q = np.zeros((B, H, T, 2), np.float32)
+    k = np.zeros((B, 1, S, 2), np.float32)
+    _, weights = multihead_attention(
+      q, k, k, mask=mask, query_positions=first, return_weights=True
+    )
+    np.testing.assert_array_equal(
+      weights > 0, np.broadcast_to(wanted, weights.shape)
     )
 
   def test_numbers_of_flax_helpers(self):
@@ -229,6 +286,17 @@ class ErrorsTest(parameterized.TestCase):
     (lambda: masks.dense(np.ones((1,) * 5, bool)), r'mask of shape .*2 to 4'),
     (lambda: masks.lengths(3), r'lengths .*\(b,\), got int.*; pass'),
     (lambda: masks.lengths([[3]]), r'lengths .*\(b,\), got .*\(1, 1\); pass'),
+    (lambda: masks.window(-1, 0), r'left=-1 must be an integer and lie in'),
+    (lambda: masks.window(0, 1.5), r'right=1.5 must be an integer'),
+    (lambda: masks.segments([0, 1]), r'query_segments .*\(b, t\), got int'),
+    (
+      lambda: masks.segments([[0]], [[0.5]]),
+      r'key_segments must be integers.*got float32',
+    ),
+    (
+      lambda: masks.lengths(None, [[1]]),
+      r'query_lengths .*\(b,\), got int32 of shape \(1, 1\)',
+    ),
     (lambda: masks.lengths([2.5]), r'lengths must be integers.*got float32'),
   )
   def test_bad_masks(self, make, message):
