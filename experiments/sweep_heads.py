@@ -101,7 +101,8 @@ def parse() -> Settings:
   )
   name = f'sweep_heads-{config.name}'
   workdir = settings.workdir_from(flags.FLAGS.workdir, name)
-  title = f'{config.name}, d_model = {config.model.d_model}'
+  model = config.model
+  title = f'{config.name}, {model.attention}, d_model = {model.d_model}'
   return Settings(points, THRESHOLD.value, title, workdir)
 
 

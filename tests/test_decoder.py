@@ -1,6 +1,7 @@
 """The decoder: an oracle, causality, positions, gates, masks, errors."""
 
 import dataclasses
+import functools
 
 import chex
 import flax.linen as nn
@@ -105,17 +106,18 @@ def expected(config: DecoderConfig, params, tokens) -> np.ndarray:
   rope = (config.rope_theta, 'half') if config.positions == 'rope' else None
   for layer in range(config.num_layers):
     block = p[f'block_{layer}']
-    x = (
-      x
-      + oracles.layer(
-        block['attention'],
-        rms('attention_norm', x, block),
-        kind=config.normalize_qk,
-        rope=rope,
-        allowed=np.tri(tokens.shape[1], dtype=bool),
-        softcap=config.logit_softcap,
-      )[0]
-    )
+    options = {
+      'allowed': np.tri(tokens.shape[1], dtype=bool),
+      'softcap': config.logit_softcap,
+    }
+    if config.attention == 'mla':
+      layer = functools.partial(oracles.latent, theta=config.rope_theta)
+    else:
+      layer = functools.partial(
+        oracles.layer, kind=config.normalize_qk, rope=rope
+      )
+    normed = rms('attention_norm', x, block)
+    x = x + layer(block['attention'], normed, **options)[0]
     if config.mlp_dim:
       y = dense('mlp_in', rms('mlp_norm', x, block), block)
       x = x + dense('mlp_out', gelu(y), block)
@@ -132,6 +134,19 @@ class OracleTest(parameterized.TestCase):
     (
       'theta_softcap',
       make(positions='rope', rope_theta=9.0, logit_softcap=2.0),
+    ),
+    ('mla_learned', make(attention='mla', kv_lora_rank=7)),
+    (
+      'mla_rope',
+      make(
+        attention='mla',
+        positions='rope',
+        kv_lora_rank=7,
+        q_lora_rank=5,
+        qk_nope_head_dim=8,
+        v_head_dim=3,
+        use_bias=True,
+      ),
     ),
   )
   def test_logits(self, config):
@@ -407,6 +422,11 @@ class ErrorsTest(parameterized.TestCase):
   @parameterized.parameters(
     ({'attention': 'x'}, "attention='x' .*'mha', 'gqa', 'mqa'"),
     ({'attention': 'mla'}, 'kv_lora_rank=None.*features of the latent'),
+    ({'kv_lora_rank': 3}, "kv_lora_rank=3 is no option of 'mha'"),
+    (
+      {'attention': 'mla', 'kv_lora_rank': 3, 'head_dim': 4},
+      "head_dim=4 is no option of 'mla'",
+    ),
     ({'positions': 'sinus'}, "positions='sinus' .*'learned', 'rope', 'none'"),
     ({'dtype': 'int8'}, "dtype='int8' .*'float32'"),
     ({'attention': 'gqa'}, 'num_kv_heads=None.*divisor of num_heads'),

@@ -117,6 +117,20 @@ class SweepTest(SweepTestCase):
     png = (self.workdir / 'sweep_heads.png').read_bytes()
     self.assertStartsWith(png, b'\x89PNG\r\n')
 
+  def test_latent(self):
+    """Any variant can be swept; what a score sums over is its head_dim."""
+    workdir = self.folder / 'latent'
+    result = call(
+      workdir,
+      '--config.model.attention=mla',
+      '--config.model.kv_lora_rank=6',
+      '--config.model.positions=rope',
+      '--n_heads=2',
+    )
+    self.assertEqual(result.code, 0, result)
+    (row,) = read(workdir)
+    self.assertEqual((row['n_heads'], row['head_dim']), (2, 8 + 4))
+
   def test_rows(self):
     """results.jsonl: a line a point, numbers by seed."""
     self.assertLen({row['key'] for row in self.rows}, 2)

@@ -11,6 +11,7 @@ import scripts
 from absl.testing import parameterized
 
 from experiments import train
+from mha_jax.attention import num_params
 from mha_jax.training import train as train_lib
 
 OVERRIDES = (
@@ -27,6 +28,37 @@ OVERRIDES = (
 def quick_compilation():
   with scripts.quick_compilation():
     yield
+
+
+class VariantsTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (('gqa', 'num_kv_heads=2'), 16 * (2 * 16 + 2 * 8)),
+    (
+      ('mla', 'kv_lora_rank=8', 'positions=rope', 'qk_rope_head_dim=2'),
+      16 * (16 + 8 + 8 + 2 + 16) + 8 + 8 * 2 * 16,
+    ),
+    (('gta', 'num_kv_heads=2', 'head_dim=4'), 16 * (16 + 8 + 2 + 16)),
+  )
+  def test_trains(self, options, attention_params):
+    """Every variant by flags alone; its parameters are those of its sizes."""
+    workdir = self.enter_context(tempfile.TemporaryDirectory())
+    kind, *more = options
+    with mock.patch.object(
+      train_lib, 'init', side_effect=train_lib.init
+    ) as init:
+      result = scripts.call(
+        train,
+        scripts.TINY,
+        f'--workdir={workdir}',
+        '--config.train.steps=2',
+        '--config.optimizer.warmup_steps=1',
+        f'--config.model.attention={kind}',
+        *(f'--config.model.{option}' for option in more),
+      )
+    self.assertEqual(result.code, 0, result)
+    self.assertIn('step 2 ', result.out)
+    model = init.call_args.args[0].model
+    self.assertEqual(num_params(model.attention_config.table), attention_params)
 
 
 class TrainTest(parameterized.TestCase):
