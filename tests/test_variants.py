@@ -92,6 +92,11 @@ class TableTest(parameterized.TestCase):
     sizes = [a.size for a in jax.tree.leaves(tree)]
     self.assertEqual(num_params(config.table), sum(sizes))
 
+  @parameterized.parameters(('mha', 3), ('gqa', 3), ('mqa', 1))
+  def test_a_name_settles_the_sharing(self, kind, num_kv_heads):
+    """MHA has a key/value head for each head, MQA one."""
+    self.assertEqual(config_of(kind).sizes['n'], num_kv_heads)
+
   @parameterized.parameters(*((kind,) for kind in KINDS))
   def test_axis_names(self, kind):
     """Every dimension of every parameter has its logical axis."""

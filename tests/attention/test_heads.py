@@ -511,13 +511,14 @@ class PartsTest(oracles.X64TestCase):
 
   @parameterized.product(implementation=IMPLEMENTATIONS)
   def test_nan_in_an_unused_part(self, implementation):
-    """A key that nobody may attend to is inert in all its parts."""
+    """A key that nobody may attend to is inert in all its parts, and back."""
     qs, ks, v, _ = self.arrays('expanded')
-    f = functools.partial(
+    call = functools.partial(
       multihead_attention,
       mask=masks.lengths([4, 9]),
       implementation=implementation,
     )
+    f = jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(call(*x))), (0, 1, 2))
     wanted = f(qs, ks, v)
     nan = [x.copy() for x in ks]
     for x in nan:

@@ -255,8 +255,12 @@ class ProgramTest(parameterized.TestCase):
       self.assertNotIn(wide, shape)
     sizes = {int(np.prod(x)) for x in shapes}
     self.assertNotIn(B * self.h * self.s * self.p, sizes, 'the rotary key')
+    keys = B * self.h * self.s * self.k
     if form == 'absorbed':
+      self.assertNotIn(keys, sizes, 'keys by head')
       self.assertNotIn(B * self.h * self.s * self.r, sizes, 'the latent')
+    else:
+      self.assertIn(keys, sizes)
 
   def test_the_check_has_teeth(self):
     """A concatenated key is seen."""

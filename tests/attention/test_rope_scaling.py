@@ -66,7 +66,7 @@ class FrequenciesTest(parameterized.TestCase):
 
   @parameterized.product(
     factor=(4.0, 40.0),
-    length=(512, 4096),
+    length=(64, 512, 4096),
     betas=((32.0, 1.0), (16.0, 3.0)),
     truncate=(True, False),
   )
