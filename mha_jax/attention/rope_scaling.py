@@ -103,7 +103,9 @@ class YarnScaling(RopeScaling):
 
   Pairs that turn more than beta_fast times within the trained context are
   kept, those that turn less than beta_slow times are interpolated, and the
-  share of interpolation is linear in the pair's index between. With
+  share of interpolation is linear in the pair's index between. (Where all pairs
+  turn more, or all less, the bounds cross after clipping, and the rule is that
+  of the released code, which the formulas are held against.) With
   m(a) = 1 + 0.1 a ln(factor):
 
     rotary_factor = m(1), or m(mscale) / m(mscale_all_dim) where both are given
