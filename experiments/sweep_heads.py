@@ -87,18 +87,14 @@ def parse() -> Settings:
   heads = command_line.positive_ints('n_heads', N_HEADS.value)
   checks.real('--threshold', THRESHOLD.value, 1e-6, 1e3)
   heads = sorted(set(heads))
-  smallest = settings.experiment_from(_with_heads(config, heads[0]))
-  first_seed = smallest.train.seed
+  first_seed = _experiment(config, heads[0]).train.seed
   if first_seed + SEEDS.value > 2**32:
     raise ValueError(
       f'--seeds={SEEDS.value} from --config.train.seed={first_seed} on '
       'must stay below 2^32'
     )
   seeds = tuple(range(first_seed, first_seed + SEEDS.value))
-  points = tuple(
-    Point(settings.experiment_from(_with_heads(config, h)), seeds)
-    for h in heads
-  )
+  points = tuple(Point(_experiment(config, h), seeds) for h in heads)
   name = f'sweep_heads-{config.name}'
   workdir = settings.workdir_from(flags.FLAGS.workdir, name)
   model = config.model
@@ -106,10 +102,14 @@ def parse() -> Settings:
   return Settings(points, THRESHOLD.value, title, workdir)
 
 
-def _with_heads(config: ConfigDict, num_heads: int) -> ConfigDict:
+def _experiment(config: ConfigDict, num_heads: int) -> train.Experiment:
+  """The experiment with a number of heads; an error names the flag."""
   config = config.copy_and_resolve_references()
   config.model.num_heads = num_heads
-  return config
+  try:
+    return settings.experiment_from(config)
+  except ValueError as error:
+    raise ValueError(f'--n_heads={num_heads}: {error}') from error
 
 
 def main(chosen: Settings) -> int:

@@ -108,6 +108,11 @@ class DecoderConfig:
         f'dtype={self.dtype!r} needs 64-bit JAX; set JAX_ENABLE_X64=1'
       )
     checks.rate('dropout_rate', self.dropout_rate)
+    if self.qk_rope_head_dim and self.positions != 'rope':
+      raise ValueError(
+        f"qk_rope_head_dim={self.qk_rope_head_dim} needs positions='rope', "
+        f'got {self.positions!r}'
+      )
     self.attention_config  # noqa: B018  checks the sizes
 
   @property

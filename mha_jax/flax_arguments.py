@@ -10,25 +10,27 @@ import jax.numpy as jnp
 from mha_jax.attention import Dropout, batching, checks, masks
 from mha_jax.attention.dot_product import dot_product_attention
 from mha_jax.attention.dtypes import compute_dtype, matmul_precision
+from mha_jax.attention.projections import INITIALIZERS, Initializer
 
 _PRODUCTS = (
-  "use Flax's own module with attention_fn=attention_fn from mha_jax.linen or "
-  'mha_jax.nnx'
+  "use precision=, or Flax's own module with attention_fn=attention_fn from "
+  'mha_jax.linen or mha_jax.nnx'
 )
+_EINSUMS = "use precision=, or Flax's own module and attention"
 _DTYPE = 'use dtype= and param_dtype='
 REPLACEMENTS: Mapping[str, str] = MappingProxyType(
   {
     'decode': 'keys and values are kept by the caller: pass cache=',
-    'attention_fn': 'use implementation=, or ' + _PRODUCTS,
+    'attention_fn': "use Flax's own module with it, or implementation=",
     'qkv_dot_general': _PRODUCTS,
     'out_dot_general': _PRODUCTS,
     'qkv_dot_general_cls': _PRODUCTS,
     'out_dot_general_cls': _PRODUCTS,
-    'einsum_dot_general': 'use precision=',
-    'qk_attn_weights_einsum': 'use precision=',
-    'attn_weights_value_einsum': 'use precision=',
-    'qk_attn_weights_einsum_cls': _PRODUCTS,
-    'attn_weights_value_einsum_cls': _PRODUCTS,
+    'einsum_dot_general': _EINSUMS,
+    'qk_attn_weights_einsum': _EINSUMS,
+    'attn_weights_value_einsum': _EINSUMS,
+    'qk_attn_weights_einsum_cls': _EINSUMS,
+    'attn_weights_value_einsum_cls': _EINSUMS,
     'qkv_promote_dtype': _DTYPE,
     'out_promote_dtype': _DTYPE,
     'ln_promote_dtype': _DTYPE,
@@ -38,28 +40,45 @@ REPLACEMENTS: Mapping[str, str] = MappingProxyType(
     'qkv_sharding': 'shard the kernels: kernel_metadata=',
   }
 )
-"""Flax's arguments that are not honoured, and what to use instead."""
+"""Flax's arguments that are not taken, and what to use instead."""
 
 
 def refuse(
-  flax_defaults: Mapping[str, Any] = MappingProxyType({}), **arguments: Any
+  same: Mapping[str, tuple[Any, ...]] = MappingProxyType({}), **arguments: Any
 ) -> None:
   """Raises a ValueError for an argument of Flax that is not its default.
 
   Args:
-    flax_defaults: the defaults that are not None or False, by name.
+    same: by name, the values that mean the same as the default.
     **arguments: names in `REPLACEMENTS`, with what was given.
   """
   for name, value in arguments.items():
-    default = flax_defaults.get(name)
-    if value is None or value is False or value is default:
+    if value is None or value is False:
       continue
-    raise ValueError(f'{name}={value!r} is not taken; {REPLACEMENTS[name]}')
+    if any(value is x for x in same.get(name, ())):
+      continue
+    shape = getattr(value, 'shape', None)
+    what = repr(value) if shape is None else f'an array of shape {shape}'
+    raise ValueError(f'{name}={what} is not taken; {REPLACEMENTS[name]}')
+
+
+def initializers_for(
+  name: str,
+  kernel_init: Initializer,
+  out_kernel_init: Initializer | None,
+  bias_init: Initializer,
+  out_bias_init: Initializer | None,
+) -> dict[str, Initializer]:
+  """The initialisers of a row's parameters, by the name of the row."""
+  if name == 'out':
+    kernel_init = out_kernel_init or kernel_init
+    bias_init = out_bias_init or bias_init
+  return {**INITIALIZERS, 'kernel': kernel_init, 'bias': bias_init}
 
 
 def check_axis_names(name: str, names: Any, shape: tuple[int, ...]) -> None:
-  """Raises a ValueError unless there is one axis name per dimension."""
-  if names is not None and len(names) != len(shape):
+  """Raises a ValueError unless a tuple has one axis name per dimension."""
+  if isinstance(names, tuple | list) and len(names) != len(shape):
     raise ValueError(
       f'{name}: {len(names)} axis names {tuple(names)} for a parameter of '
       f'shape {shape}; give one per dimension, or none and take them from '
@@ -75,6 +94,7 @@ def attention(
   bias: Any,
   mask: Any,
   and_mask: Any,
+  query_positions: Any,
   dropout_rng: jax.Array | None,
   dropout_rate: float,
   deterministic: bool,
@@ -93,6 +113,7 @@ def attention(
     bias: added to the scores, broadcasts to (..., h, t, s).
     mask: a `Mask`, booleans or Flax's 0/1 numbers.
     and_mask: the same, joined with mask.
+    query_positions: (..., t) integers for masks; None: 0 .. t-1.
     dropout_rng: a key for dropout.
     dropout_rate: in [0, 1).
     deterministic: whether dropout is off.
@@ -113,7 +134,14 @@ def attention(
         'deterministic=True'
       )
     dropout = Dropout(dropout_rng, dropout_rate)
-  batch = q.shape[:-3]
+  batch, t, s = q.shape[:-3], q.shape[-3], k.shape[-3]
+  by_position = isinstance(and_mask, masks.Mask) and and_mask.by_position
+  if by_position and query_positions is None and t == 1 < s:
+    raise ValueError(
+      f'and_mask={and_mask} compares positions, which one query for {s} keys '
+      '(as in decode=True) leaves open; pass query_positions, or and_mask=None '
+      'while decoding'
+    )
   allowed = masks.all_of(
     *(
       batching.fold('mask', masks.from_numbers(x), batch)
@@ -127,6 +155,7 @@ def attention(
       v.astype(dtype),
       bias,
       allowed,
+      query_positions=query_positions,
       dropout=dropout,
       return_weights=module is not None,
       **options,

@@ -6,9 +6,10 @@
   variables = layer.init(key, x)
   y = layer.apply(variables, x, mask=masks.causal())
 
-`MultiHeadAttention` is a drop-in for `nn.MultiHeadDotProductAttention`: the
-same arguments, the same parameter tree, the same initial values. An argument
-that we do not take says what to use instead.
+`MultiHeadAttention` and `MultiHeadDotProductAttention` are drop-ins for the
+modules of these names in `flax.linen`: the same arguments, the same parameter
+tree, the same initial values. An argument that we do not take says what to use
+instead.
 """
 
 from collections.abc import Callable
@@ -35,6 +36,7 @@ __all__ = [
   'Attention',
   'GroupedQueryAttention',
   'MultiHeadAttention',
+  'MultiHeadDotProductAttention',
   'MultiHeadLatentAttention',
   'MultiQueryAttention',
   'attention_fn',
@@ -149,11 +151,13 @@ class _Shell(nn.Module):
 
   def _params(self, name: str, row: Row) -> dict[str, jax.Array]:
     """The parameters of a row, from a submodule of its name."""
-    kernel_init, bias_init = self.kernel_init, self.bias_init
-    if name == 'out':
-      kernel_init = self.out_kernel_init or kernel_init
-      bias_init = self.out_bias_init or bias_init
-    initializers = {**INITIALIZERS, 'kernel': kernel_init, 'bias': bias_init}
+    initializers = flax_arguments.initializers_for(
+      name,
+      self.kernel_init,
+      self.out_kernel_init,
+      self.bias_init,
+      self.out_bias_init,
+    )
     return Parameters(row, initializers, self.param_dtype, name=name)()
 
   def _dropout(
@@ -266,7 +270,7 @@ class GroupedQueryAttention(_Shell):
     self, inputs_q: Any, inputs_k: Any, inputs_v: Any
   ) -> AttentionConfig:
     flax_arguments.refuse(
-      {'attention_fn': nn.dot_product_attention},
+      {'attention_fn': (nn.dot_product_attention,)},
       attention_fn=self.attention_fn,
       decode=self.decode,
       qkv_dot_general=self.qkv_dot_general,
@@ -278,7 +282,7 @@ class GroupedQueryAttention(_Shell):
     )
     x, y, z = variants.widths(inputs_q, inputs_k, inputs_v)
     return variants.build(
-      'gqa' if self.kind == 'mha' and self.num_kv_heads else self.kind,
+      self.kind,
       d_model=x,
       num_heads=self.num_heads,
       num_kv_heads=self.num_kv_heads,
@@ -304,6 +308,15 @@ class MultiHeadAttention(GroupedQueryAttention):
   """
 
   kind = 'mha'
+
+
+class MultiHeadDotProductAttention(MultiHeadAttention):
+  """`MultiHeadAttention` under Flax's other name.
+
+  Linen names a submodule after its class: this one finds the parameters of an
+  unnamed `nn.MultiHeadDotProductAttention`, `MultiHeadAttention` those of an
+  unnamed `nn.MultiHeadAttention`.
+  """
 
 
 class MultiQueryAttention(GroupedQueryAttention):
@@ -362,8 +375,22 @@ class MultiHeadLatentAttention(_Shell):
     self, inputs_q: Any, inputs_k: Any, inputs_v: Any
   ) -> AttentionConfig:
     x, y, _ = variants.widths(inputs_q, inputs_k, inputs_v)
-    options = variants.options_of('mla', self)
-    return variants.build('mla', d_model=x, kv_features=y, **options)
+    return variants.build(
+      'mla',
+      d_model=x,
+      num_heads=self.num_heads,
+      kv_lora_rank=self.kv_lora_rank,
+      q_lora_rank=self.q_lora_rank,
+      qk_nope_head_dim=self.qk_nope_head_dim,
+      qk_rope_head_dim=self.qk_rope_head_dim,
+      v_head_dim=self.v_head_dim,
+      kv_features=y,
+      out_features=self.out_features,
+      use_bias=self.use_bias,
+      rope=self.rope,
+      logit_softcap=self.logit_softcap,
+      form=self.form,
+    )
 
 
 def attention_fn(
@@ -385,6 +412,7 @@ def attention_fn(
   attn_weights_value_einsum: Any = None,
   *,
   and_mask: Any = None,
+  query_positions: Any = None,
   logit_softcap: float | None = None,
   implementation: str | None = None,
 ) -> jax.Array:
@@ -397,7 +425,9 @@ def attention_fn(
   `functools.partial(attention_fn, and_mask=masks.causal())` adds one to it.
 
   Args:
-    and_mask: a `Mask` or booleans, joined with `mask`.
+    and_mask: a `Mask` or booleans, joined with `mask`. Queries count from 0:
+      with Flax's decode=True, causal and window masks need query_positions.
+    query_positions: (..., t) integers for masks; None: 0 .. t-1.
     logit_softcap: bound on the scores.
     implementation: see `mha_jax.dot_product_attention`.
 
@@ -416,6 +446,7 @@ def attention_fn(
     bias=bias,
     mask=mask,
     and_mask=and_mask,
+    query_positions=query_positions,
     dropout_rng=dropout_rng,
     dropout_rate=dropout_rate,
     deterministic=deterministic,

@@ -26,7 +26,6 @@ from mha_jax import flax_arguments
 from mha_jax.attention import (
   AttentionConfig,
   Dropout,
-  LatentConfig,
   Rope,
   apply,
   checks,
@@ -53,6 +52,7 @@ class Parameters(nnx.Module):
 
   def __init__(
     self,
+    name: str,
     row: Row,
     initializers: Mapping[str, Initializer],
     metadata: Mapping[str, Metadata],
@@ -60,17 +60,19 @@ class Parameters(nnx.Module):
     rngs: nnx.Rngs,
   ):
     self.names = tuple(row.shapes)
-    for name, shape in row.shapes.items():
-      flat = row.init_shapes[name]
-      value = initializers[name](rngs.params(), flat, param_dtype)
+    for parameter, shape in row.shapes.items():
+      label = f'{parameter} of {name!r}'
+      given = metadata.get(parameter, {})
+      flax_arguments.check_axis_names(label, given.get('out_sharding'), shape)
+      flat = row.init_shapes[parameter]
+      value = initializers[parameter](rngs.params(), flat, param_dtype)
       if isinstance(value, VariableMetadata):
+        axes = value.metadata.get('out_sharding')
+        flax_arguments.check_axis_names(label, axes, shape)
         value.raw_value = jnp.reshape(value.raw_value, shape)
       else:
         value = jnp.reshape(value, shape)
-      param = nnx.Param(value, **metadata.get(name, {}))
-      axis_names = param.get_metadata().get('out_sharding')
-      flax_arguments.check_axis_names(name, axis_names, shape)
-      setattr(self, name, param)
+      setattr(self, parameter, nnx.Param(value, **given))
 
   def __call__(self) -> dict[str, jax.Array]:
     return {name: getattr(self, name)[...] for name in self.names}
@@ -128,6 +130,10 @@ class Attention(nnx.Module):
     scale_metadata: Mapping[str, Metadata] = NO_METADATA,
   ):
     checks.rate('dropout_rate', dropout_rate)
+    if not isinstance(config, AttentionConfig):
+      raise ValueError(
+        f'config={config!r} must be an AttentionConfig, as GroupedConfig(...)'
+      )
     self.config = config
     self.dtype = dtype
     self.dropout_rate = dropout_rate
@@ -136,20 +142,21 @@ class Attention(nnx.Module):
     self.implementation = implementation
     self.row_names = tuple(config.table)
     for name, row in config.table.items():
-      initializers = {**INITIALIZERS, 'kernel': kernel_init, 'bias': bias_init}
+      initializers = flax_arguments.initializers_for(
+        name, kernel_init, out_kernel_init, bias_init, out_bias_init
+      )
       metadata = {
         'kernel': kernel_metadata,
         'bias': bias_metadata,
         'scale': scale_metadata.get(name, NO_METADATA),
       }
       if name == 'out':
-        initializers['kernel'] = out_kernel_init or kernel_init
-        initializers['bias'] = out_bias_init or bias_init
         metadata['kernel'] = out_kernel_metadata or kernel_metadata
         metadata['bias'] = out_bias_metadata or bias_metadata
-      setattr(
-        self, name, Parameters(row, initializers, metadata, param_dtype, rngs)
+      parameters = Parameters(
+        name, row, initializers, metadata, param_dtype, rngs
       )
+      setattr(self, name, parameters)
     keep = keep_rngs and dropout_rate > 0
     self.rngs = rngs.dropout.fork() if keep else None
 
@@ -227,12 +234,16 @@ class Attention(nnx.Module):
       self.sow(nnx.Intermediate, 'attention_weights', weights)
     return out
 
-  def set_view(self, deterministic: bool | None = None) -> None:
+  def set_view(
+    self, deterministic: bool | None = None, decode: bool | None = None
+  ) -> None:
     """What `nnx.view` sets.
 
     Args:
       deterministic: whether dropout is off.
+      decode: not taken; False is as it is.
     """
+    flax_arguments.refuse(decode=decode)
     if deterministic is not None:
       self.deterministic = deterministic
 
@@ -250,11 +261,13 @@ class Attention(nnx.Module):
       )
     if off:
       return None
-    stream = rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs or self.rngs
-    if stream is None:
+    stream = self.rngs if rngs is None else rngs
+    stream = stream.dropout if isinstance(stream, nnx.Rngs) else stream
+    if not isinstance(stream, nnx.RngStream):
       raise ValueError(
-        'rngs=None, and with keep_rngs=False the module keeps none; pass rngs= '
-        'at the call'
+        f'rngs={rngs}: dropout needs an nnx.Rngs or nnx.RngStream; pass one at '
+        'the call, or construct the module with dropout_rate > 0 and '
+        'keep_rngs=True'
       )
     return Dropout(stream(), self.dropout_rate)
 
@@ -334,10 +347,10 @@ class GroupedQueryAttention(Attention):
   ):
     flax_arguments.refuse(
       {
-        'attention_fn': nnx.dot_product_attention,
-        'qkv_promote_dtype': dtypes.promote_dtype,
-        'out_promote_dtype': dtypes.promote_dtype,
-        'ln_promote_dtype': dtypes.promote_dtype,
+        'attention_fn': (nnx.dot_product_attention,),
+        'qkv_promote_dtype': (dtypes.promote_dtype,),
+        'out_promote_dtype': (dtypes.promote_dtype,),
+        'ln_promote_dtype': (dtypes.promote_dtype,),
       },
       attention_fn=attention_fn,
       decode=decode,
@@ -352,7 +365,7 @@ class GroupedQueryAttention(Attention):
     del broadcast_dropout
     super().__init__(
       variants.build(
-        'gqa' if self.kind == 'mha' and num_kv_heads else self.kind,
+        self.kind,
         d_model=in_features,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -410,15 +423,26 @@ class MultiQueryAttention(GroupedQueryAttention):
 class MultiHeadLatentAttention(Attention):
   """DeepSeek-V2's attention: keys and values from one latent per token.
 
-  inputs_v stays None in its calls.
+  See `LatentConfig` for the sizes, and `Attention` for the arguments that all
+  modules share. inputs_v stays None in its calls.
 
   Args:
     num_heads: heads h.
     in_features: width of inputs_q.
     kv_lora_rank: features r of the latent.
+    q_lora_rank: features of the query latent; None: none.
+    qk_nope_head_dim: k; None: in_features / h.
+    qk_rope_head_dim: rotary features p; 0: none. None: half of
+      qk_nope_head_dim where rope is given, else 0.
+    v_head_dim: v; None: qk_nope_head_dim.
+    out_features: width of the output; None: in_features.
     in_kv_features: width of inputs_k; None: in_features.
-    **options: the other fields of `LatentConfig`, and the arguments of
-      `Attention`.
+    use_bias: whether latents, rotary key and output add a bias.
+    rope: turns the rotary features; None: `Rope()` where there are any.
+    logit_softcap: bound on the scores; None: none.
+    form: 'auto', 'expanded' or 'absorbed'.
+    rngs: see `Attention`.
+    **shared: further arguments of `Attention`.
   """
 
   def __init__(
@@ -426,19 +450,37 @@ class MultiHeadLatentAttention(Attention):
     num_heads: int,
     in_features: int,
     kv_lora_rank: int,
+    q_lora_rank: int | None = None,
+    qk_nope_head_dim: int | None = None,
+    qk_rope_head_dim: int | None = None,
+    v_head_dim: int | None = None,
+    out_features: int | None = None,
     in_kv_features: int | None = None,
-    **options: Any,
+    *,
+    use_bias: bool = False,
+    rope: Rope | None = None,
+    logit_softcap: float | None = None,
+    form: str = 'auto',
+    rngs: nnx.Rngs,
+    **shared: Any,
   ):
-    names = variants.VARIANTS['mla'].options
-    sizes = {name: options.pop(name) for name in names if name in options}
-    config = LatentConfig(
+    config = variants.build(
+      'mla',
       d_model=in_features,
       num_heads=num_heads,
       kv_lora_rank=kv_lora_rank,
+      q_lora_rank=q_lora_rank,
+      qk_nope_head_dim=qk_nope_head_dim,
+      qk_rope_head_dim=qk_rope_head_dim,
+      v_head_dim=v_head_dim,
       kv_features=in_kv_features,
-      **sizes,
+      out_features=out_features,
+      use_bias=use_bias,
+      rope=rope,
+      logit_softcap=logit_softcap,
+      form=form,
     )
-    super().__init__(config, **options)
+    super().__init__(config, rngs=rngs, **shared)
 
 
 def attention_fn(
@@ -458,6 +500,7 @@ def attention_fn(
   is_causal: bool = False,
   *,
   and_mask: Any = None,
+  query_positions: Any = None,
   logit_softcap: float | None = None,
   implementation: str | None = None,
 ) -> jax.Array:
@@ -469,7 +512,9 @@ def attention_fn(
   `functools.partial(attention_fn, and_mask=masks.causal())` adds one to it.
 
   Args:
-    and_mask: a `Mask` or booleans, joined with `mask`.
+    and_mask: a `Mask` or booleans, joined with `mask`. Queries count from 0:
+      with Flax's decode=True, causal and window masks need query_positions.
+    query_positions: (..., t) integers for masks; None: 0 .. t-1.
     logit_softcap: bound on the scores.
     implementation: see `mha_jax.dot_product_attention`.
 
@@ -477,7 +522,7 @@ def attention_fn(
     (..., t, h, v).
   """
   flax_arguments.refuse(
-    {'promote_dtype': dtypes.promote_dtype}, promote_dtype=promote_dtype
+    {'promote_dtype': (dtypes.promote_dtype,)}, promote_dtype=promote_dtype
   )
   return flax_arguments.attention(
     query,
@@ -486,6 +531,7 @@ def attention_fn(
     bias=bias,
     mask=mask,
     and_mask=and_mask,
+    query_positions=query_positions,
     dropout_rng=dropout_rng,
     dropout_rate=dropout_rate,
     deterministic=deterministic,

@@ -430,7 +430,11 @@ class ErrorsTest(parameterized.TestCase):
     ({'positions': 'sinus'}, "positions='sinus' .*'learned', 'rope', 'none'"),
     ({'dtype': 'int8'}, "dtype='int8' .*'float32'"),
     ({'attention': 'gqa'}, 'num_kv_heads=None.*divisor of num_heads'),
-    ({'num_kv_heads': 2}, "num_kv_heads=2 must be 3 or None in 'mha'.*'gqa'"),
+    ({'num_kv_heads': 2}, 'num_kv_heads=2 must divide num_heads=3'),
+    (
+      {'attention': 'mla', 'kv_lora_rank': 3, 'qk_rope_head_dim': 2},
+      "qk_rope_head_dim=2 needs positions='rope', got 'learned'",
+    ),
     (
       {'attention': 'mqa', 'num_kv_heads': 3},
       "num_kv_heads=3 must be 1 or None in 'mqa'.*'gqa'",

@@ -59,6 +59,11 @@ def config_of(kind: str, **more):
   return build(kind, d_model=D, **EXAMPLES[kind] | more)
 
 
+def vars_of(config) -> dict:
+  """The fields of a config."""
+  return {x.name: getattr(config, x.name) for x in dataclasses.fields(config)}
+
+
 def random_params(config, seed: int = 0, dtype=np.float32):
   return jax.tree.map(
     jnp.asarray, oracles.random_params(config, seed, np.dtype(dtype))
@@ -92,6 +97,29 @@ class TableTest(parameterized.TestCase):
     sizes = [a.size for a in jax.tree.leaves(tree)]
     self.assertEqual(num_params(config.table), sum(sizes))
 
+  @parameterized.parameters(*((kind,) for kind in KINDS))
+  def test_entries(self, kind):
+    """What decoding keeps has the shapes, and the size, that a config says."""
+    config, seen = config_of(kind), []
+
+    class Watched(type(config)):
+      def entries(self, *arguments):
+        seen.append(super().entries(*arguments))
+        return seen[-1]
+
+    watched = Watched(**vars_of(config))
+    params = random_params(config)
+    jax.eval_shape(
+      functools.partial(attention.apply, watched),
+      params,
+      jnp.zeros((B, T, D)),
+      jnp.zeros((B, S, D)),
+    )
+    wanted = [(B, n, S, size) for n, size in config.entry_shapes]
+    self.assertEqual([x.shape for x in seen[0]], wanted)
+    elements = sum(x.size for x in seen[0]) // (B * S)
+    self.assertEqual(config.cache_elements, elements)
+
   @parameterized.parameters(('mha', 3), ('gqa', 3), ('mqa', 1))
   def test_a_name_settles_the_sharing(self, kind, num_kv_heads):
     """MHA has a key/value head for each head, MQA one."""
@@ -115,7 +143,7 @@ class TableTest(parameterized.TestCase):
     ('mha', {'kv_lora_rank': 3}, "kv_lora_rank=3 is no option of 'mha'; its"),
     ('mla', {'num_kv_heads': 3}, "num_kv_heads=3 is no option of 'mla'"),
     ('mla', {'head_dim': 3}, "head_dim=3 is no option of 'mla'.*qk_nope_h"),
-    ('mha', {'num_kv_heads': 1}, "num_kv_heads=1 must be 3 or None in 'mha'"),
+    ('mha', {'num_kv_heads': 2}, 'num_kv_heads=2 must divide num_heads=3'),
     ('mqa', {'num_kv_heads': 3}, "num_kv_heads=3 must be 1 or None in 'mqa'"),
     ('gqa', {'num_kv_heads': None}, "num_kv_heads=None: 'gqa' needs it"),
     ('mla', {'kv_lora_rank': None}, "kv_lora_rank=None: 'mla' needs it"),

@@ -1,7 +1,9 @@
 """From what users pass beside q, k and v to arrays: bias and positions."""
 
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -24,9 +26,10 @@ def as_bias(
       f'bias has dtype {array.dtype}, but a bias is added to the scores; pass '
       'booleans as mask=, numbers as floats'
     )
-  full = (1,) * (len(shape) - array.ndim) + array.shape
-  while 4 >= len(full) > len(shape) and full[0] == 1:
-    full = full[1:]
+  extra = array.ndim - len(shape)
+  full = (1,) * -extra + array.shape
+  if extra > 0 and array.ndim <= 4 and full[:extra] == (1,) * extra:
+    full = full[extra:]
   checks.broadcast('bias', full, shape, letters)
   return jnp.reshape(array, full)
 
@@ -37,18 +40,33 @@ def as_positions(
   """Positions as an integer array of one of the shapes; None stays None."""
   if positions is None:
     return None
-  array = jnp.asarray(positions)
-  if not jnp.issubdtype(array.dtype, jnp.integer) or array.shape not in shapes:
-    wanted = ' or '.join(str(shape) for shape in dict.fromkeys(shapes))
+  wanted = ' or '.join(str(shape) for shape in dict.fromkeys(shapes))
+  return as_integers(name, positions, wanted, lambda shape: shape in shapes)
+
+
+def as_integers(
+  name: str, values: ArrayLike, wanted: str, fits: Callable[[Any], bool]
+) -> Array:
+  """Integers in JAX's default dtype, in which they can be subtracted.
+
+  Args:
+    name: the argument.
+    values: integers of any dtype.
+    wanted: the shape, for the message.
+    fits: whether a shape will do.
+  """
+  array = jnp.asarray(values)
+  if not jnp.issubdtype(array.dtype, jnp.integer) or not fits(array.shape):
     raise ValueError(
       f'{name} must be integers of shape {wanted}, got {array.dtype} of shape '
       f'{array.shape}'
     )
-  if isinstance(positions, np.ndarray) and positions.size:
-    limits, low, high = jnp.iinfo(array.dtype), positions.min(), positions.max()
+  dtype = jax.dtypes.canonicalize_dtype(jnp.int_)
+  if isinstance(values, np.ndarray) and values.size:
+    limits, low, high = jnp.iinfo(dtype), values.min(), values.max()
     if low < limits.min or high > limits.max:
       raise ValueError(
-        f'{name} from {low} to {high} do not fit {array.dtype}; use smaller '
-        'ones, or JAX_ENABLE_X64=1'
+        f'{name} from {low} to {high} do not fit {dtype}; use smaller ones, or '
+        'JAX_ENABLE_X64=1'
       )
-  return array
+  return array.astype(dtype)

@@ -17,13 +17,16 @@ def one_batch(x: Array) -> Array:
 
 def fold(name: str, array: Any, batch: tuple[int, ...]) -> Any:
   """A mask or bias (..., h, t, s) as (b, h, t, s); a Mask as it is."""
-  if array is None or isinstance(array, masks.Mask):
+  if array is None or isinstance(array, masks.Mask) or callable(array):
     return array
   array = jnp.asarray(array)
   lead = array.shape[:-3]
   if len(batch) == 1 or not lead:
     return array
-  full = (1,) * (len(batch) - len(lead)) + lead
+  extra = len(lead) - len(batch)
+  full = (1,) * -extra + lead
+  if extra > 0 and full[:extra] == (1,) * extra:
+    full = full[extra:]
   fits = len(full) == len(batch) and all(
     size in (1, whole) for size, whole in zip(full, batch, strict=True)
   )

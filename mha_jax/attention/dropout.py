@@ -37,6 +37,7 @@ class Dropout:
 
   def __post_init__(self) -> None:
     checks.rate('dropout rate', self.rate)
+    object.__setattr__(self, 'rate', float(self.rate))
 
   def per_head(self, b: int, h: int) -> 'Dropout':
     """An independent key for each of b batch rows and h heads."""
@@ -65,3 +66,15 @@ class Dropout:
       return weights
     kept = self.keep(*weights.shape)
     return jnp.where(kept, weights / (1 - self.rate), 0)
+
+
+def check_dropout(dropout: Any) -> None:
+  """Raises a ValueError unless it is a Dropout with a key, or None."""
+  if dropout is not None and not isinstance(dropout, Dropout):
+    raise ValueError(
+      f'dropout={dropout!r} must be a Dropout, as Dropout(key, 0.1), or None'
+    )
+  if dropout is not None and not hasattr(dropout.key, 'dtype'):
+    raise ValueError(
+      f'dropout.key={dropout.key!r} must be a random key, as jax.random.key(0)'
+    )

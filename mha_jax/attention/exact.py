@@ -24,7 +24,7 @@ import numpy as np
 
 from mha_jax.attention import checks, masks
 from mha_jax.attention.arguments import as_bias, as_positions
-from mha_jax.attention.dropout import Dropout
+from mha_jax.attention.dropout import Dropout, check_dropout
 from mha_jax.attention.dtypes import compute_dtype, wide_dtype
 from mha_jax.attention.notation import Array, Bool, Float, Shaped
 
@@ -59,8 +59,9 @@ def attend(
     query_positions: (t,) integers for masks; None: 0 .. t-1.
     key_positions: (s,) integers for masks; None: 0 .. s-1.
     dropout: a `Dropout` with this head's key.
-    used: (s,) booleans, the keys that some query may attend to, where more
-      heads than this one share k and v; None: as this head's mask says.
+    used: (s,) booleans, for heads that share k and v: the keys that a query of
+      any of them may attend to, all others are silenced; None: as this head's
+      mask says.
     return_weights: whether to return the weights (t, s) too, before dropout.
     return_residual: whether to return the log of the softmax's denominator (t,)
       too, in float32 at least; -inf for a query of nothing.
@@ -75,6 +76,7 @@ def attend(
   qs, ks, v = as_parts(q), as_parts(k), jnp.asarray(v)
   _check_shapes(qs, ks, v)
   checks.softcap(logit_softcap)
+  check_dropout(dropout)
   check_scale(scale)
   dtype = compute_dtype(None, *qs, *ks, v)
   scale = default_scale(qs) if scale is None else scale
@@ -92,6 +94,7 @@ def attend(
     used = jnp.any(allowed, axis=0) if used is None else used
     asking = jnp.any(allowed, axis=1)
     qs = tuple(silence(q, asking) for q in qs)
+  if used is not None:
     ks, v = tuple(silence(k, used) for k in ks), silence(v, used)
   qs, ks, v = jax.tree.map(lambda x: x.astype(dtype), (qs, ks, v))
   scores = _scores(qs, ks, bias, scale, logit_softcap)
@@ -159,7 +162,8 @@ def _scores(
   ]
   scores = functools.reduce(operator.add, parts) * jnp.asarray(scale, wide)
   if logit_softcap is not None:
-    scores = logit_softcap * jnp.tanh(scores / logit_softcap)
+    cap = float(logit_softcap)  # a NumPy float64 would promote
+    scores = cap * jnp.tanh(scores / cap)
   return scores if bias is None else scores + bias.astype(wide)
 
 

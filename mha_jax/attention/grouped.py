@@ -14,8 +14,16 @@ import dataclasses
 import functools
 
 from mha_jax.attention import checks
-from mha_jax.attention.layer import AttentionConfig, Core, Heads, Inputs, Rows
+from mha_jax.attention.layer import (
+  AttentionConfig,
+  Core,
+  Heads,
+  Parts,
+  Positions,
+  Rows,
+)
 from mha_jax.attention.norms import Norm
+from mha_jax.attention.notation import Array
 from mha_jax.attention.projections import Projection, Row, Table
 from mha_jax.attention.rope import Rope
 
@@ -92,9 +100,10 @@ class GroupedConfig(AttentionConfig):
     return self.sizes['k']
 
   @property
-  def cache_elements(self) -> int:
-    """n (k + v)."""
-    return self.sizes['n'] * (self.sizes['k'] + self.sizes['v'])
+  def entry_shapes(self) -> tuple[tuple[int, int], ...]:
+    """Keys (n, k) and values (n, v)."""
+    n = self.sizes['n']
+    return (n, self.sizes['k']), (n, self.sizes['v'])
 
   @functools.cached_property
   def table(self) -> Table:
@@ -116,13 +125,18 @@ class GroupedConfig(AttentionConfig):
       rows |= {'query_ln': norm, 'key_ln': norm}
     return rows | {'out': projection('bhtv,hvd->btd', out)}
 
-  def attend(self, rows: Rows, inputs: Inputs, core: Core) -> Heads:
-    """Queries and keys are normalised, then rotated."""
-    q = rows('query', inputs.x)
-    k = rows('key', inputs.y)
-    v = rows('value', inputs.z)
-    if self.normalize_qk:
-      q, k = rows('query_ln', q), rows('key_ln', k)
-    q = self.rotate(q, inputs.query_positions)
-    k = self.rotate(k, inputs.key_positions)
-    return core(q, k, v, logit_softcap=self.logit_softcap)
+  def queries(self, rows: Rows, x: Array, at: Positions) -> Parts:
+    """Normalised, then rotated."""
+    q = rows('query', x)
+    q = rows('query_ln', q) if self.normalize_qk else q
+    return (self.rotate(q, at),)
+
+  def entries(self, rows: Rows, y: Array, z: Array, at: Positions) -> Parts:
+    """Keys, normalised and rotated, and values."""
+    k = rows('key', y)
+    k = rows('key_ln', k) if self.normalize_qk else k
+    return self.rotate(k, at), rows('value', z)
+
+  def attend(self, rows: Rows, q: Parts, entries: Parts, core: Core) -> Heads:
+    del rows
+    return core(q, *entries, logit_softcap=self.logit_softcap)

@@ -4,14 +4,15 @@
 it attention of many, and `in_axes` alone tells which heads share a key and a
 value; nothing is repeated in memory.
 
-  vmap over         q  k     v     MHA    GQA     MQA
-  batch rows b      0  0     0
-  kv heads n        0  0     0     n = h  n < h   n = 1
-  group's heads g   0  None  None  g = 1  g = h/n g = h
+  vmap over         q  k          v         MHA    GQA      MQA
+  batch rows b      0  0          0
+  kv heads n        0  0 or None  0 or None n = h  1 < n < h  n = 1
+  group's heads g   0  None       None      g = 1  g = h/n    g = h
 
-A key in parts (MLA) shares part by part: over kv heads a part with one head is
-shared (`None`), any other is mapped (0). Masks, biases, positions and dropout
-keys ride along by the same rule: an axis of size 1 is shared.
+Over kv heads an axis of size 1 is shared (`None`), any other is mapped (0): so
+is each part of a key that comes in parts. Latent attention, expanded, has keys
+and values by head and one rotary key, (0, None) and 0; absorbed, it is MQA.
+Masks, biases, positions and dropout keys ride along by the same rule.
 """
 
 import math
@@ -23,7 +24,7 @@ import jax.numpy as jnp
 
 from mha_jax.attention import checks, exact, masks
 from mha_jax.attention.arguments import as_bias, as_positions
-from mha_jax.attention.dropout import Dropout
+from mha_jax.attention.dropout import Dropout, check_dropout
 from mha_jax.attention.notation import Array, Shaped
 
 Attend = Callable[..., Any]
@@ -92,6 +93,7 @@ def multihead_attention(
   b, h, t, n, s = _check_shapes(qs, ks, v)
   attend = pick(implementation)
   checks.softcap(logit_softcap)
+  check_dropout(dropout)
   exact.check_scale(scale)
   mask, bias = check_pairs(mask, bias, (b, h, t, s))
   extras = {

@@ -13,8 +13,8 @@ Decoding keeps c and u, r + p elements a token. Two forms of one parameter tree:
   absorbed  attends over c itself, the key and value of one shared head:
             q_i k_i^T = (q_i W_k,i^T) c^T,  o_i = (weights_i c) W_v,i (decoding)
 
-Source: DeepSeek-V2 (2024), section 2.1 and appendix C; score_factor is YaRN's
-mscale^2 (section 3.1.4 and the released code).
+Source: DeepSeek-V2 (2024), section 2.1 and appendix C; the latents' norms:
+section 3.1.2; score_factor, YaRN's mscale^2: the released code.
 """
 
 import dataclasses
@@ -23,7 +23,14 @@ import functools
 import jax.numpy as jnp
 
 from mha_jax.attention import checks
-from mha_jax.attention.layer import AttentionConfig, Core, Heads, Inputs, Rows
+from mha_jax.attention.layer import (
+  AttentionConfig,
+  Core,
+  Heads,
+  Parts,
+  Positions,
+  Rows,
+)
 from mha_jax.attention.norms import Norm
 from mha_jax.attention.notation import Array
 from mha_jax.attention.projections import Projection, Row, Table
@@ -44,8 +51,9 @@ class LatentConfig(AttentionConfig):
       input.
     qk_nope_head_dim: features k of a head that do not rotate; None:
       d_model / h.
-    qk_rope_head_dim: rotary features p; 0: none. None: half of
-      qk_nope_head_dim where `rope` is given, else 0.
+    qk_rope_head_dim: rotary features p, even; 0: none. None: half of
+      qk_nope_head_dim, rounded down to even but at least 2, where `rope` is
+      given, else 0.
     v_head_dim: features v of a value head; None: qk_nope_head_dim.
     kv_features: width of the keys' and values' input; None: d_model.
     out_features: width of the output; None: d_model.
@@ -53,8 +61,8 @@ class LatentConfig(AttentionConfig):
       projection, add a bias; those from latents to heads never do.
     rope: turns the rotary features; None: `Rope()` where there are any.
     logit_softcap: bound on the scores, see `attend`.
-    form: 'auto' (expanded, as long as there is no cache), 'expanded' or
-      'absorbed'; they agree up to rounding.
+    form: 'expanded', 'absorbed', or 'auto': whichever takes fewer
+      multiplications at the call's lengths. They agree up to rounding.
 
   Raises:
     ValueError: sizes do not divide or are not positive, or an option is
@@ -86,8 +94,8 @@ class LatentConfig(AttentionConfig):
         f'qk_rope_head_dim=0 leaves rope={self.rope} nothing to turn; give it '
         'features, or rope=None'
       )
-    if self.sizes['p'] and self.rope is None:
-      object.__setattr__(self, 'rope', Rope())
+    if self.sizes['p']:
+      checks.even('qk_rope_head_dim', self.sizes['p'])
     self.check_rope('qk_rope_head_dim', self.sizes['p'])
     checks.softcap(self.logit_softcap)
     if self.form not in FORMS:
@@ -117,13 +125,19 @@ class LatentConfig(AttentionConfig):
   @property
   def scale(self) -> float:
     """score_factor / sqrt(k + p)."""
-    sharper = 1.0 if self.rope is None else self.rope.score_factor
+    sharper = 1.0 if self.rotary is None else self.rotary.score_factor
     return sharper * self.qk_head_dim**-0.5
 
   @property
-  def cache_elements(self) -> int:
-    """r + p."""
-    return self.sizes['r'] + self.sizes['p']
+  def entry_shapes(self) -> tuple[tuple[int, int], ...]:
+    """The latent (1, r) and, where there is one, the rotary key (1, p)."""
+    rotary = ((1, self.sizes['p']),) if self.sizes['p'] else ()
+    return (1, self.sizes['r']), *rotary
+
+  @property
+  def rotary(self) -> Rope | None:
+    """`rope`, or `Rope()` where there are rotary features without one."""
+    return Rope() if self.rope is None and self.sizes['p'] else self.rope
 
   @functools.cached_property
   def table(self) -> Table:
@@ -151,23 +165,40 @@ class LatentConfig(AttentionConfig):
     out = self.out_features or self.d_model
     return rows | {'out': projection('bhtv,hvd->btd', out, self.use_bias)}
 
-  def attend(self, rows: Rows, inputs: Inputs, core: Core) -> Heads:
-    """The two parts of a score, in the form that the config asks for."""
-    x, c = inputs.x, rows('key_norm', rows('key_down', inputs.y))
+  def queries(self, rows: Rows, x: Array, at: Positions) -> Parts:
+    """The parts that do not and that do rotate."""
     if self.q_lora_rank:
       x = rows('query_norm', rows('query_down', x))
-    q = rows('query', x)
-    rotary_q: tuple[Array, ...] = ()
-    rotary_k: tuple[Array, ...] = ()
-    if self.sizes['p']:
-      w, u = rows('query_rope', x), rows('key_rope', inputs.y)[:, None]
-      rotary_q = (self.rotate(w, inputs.query_positions),)
-      rotary_k = (self.rotate(u, inputs.key_positions),)
+    if not self.sizes['p']:
+      return (rows('query', x),)
+    return rows('query', x), self.rotate(rows('query_rope', x), at)
+
+  def entries(self, rows: Rows, y: Array, z: Array, at: Positions) -> Parts:
+    """The latent and the rotary key, each of one head."""
+    del z
+    c = rows('key_norm', rows('key_down', y))[:, None]
+    if not self.sizes['p']:
+      return (c,)
+    return c, self.rotate(rows('key_rope', y)[:, None], at)
+
+  def attend(self, rows: Rows, q: Parts, entries: Parts, core: Core) -> Heads:
+    """The two parts of a score, expanded or absorbed."""
+    (q_nope, *w), (c, *u) = q, entries
     options = {'scale': self.scale, 'logit_softcap': self.logit_softcap}
-    if self.form != 'absorbed':
-      k, v = rows('key', c), rows('value', c)
-      return core((q, *rotary_q), (k, *rotary_k), v, **options)
-    q = jnp.einsum('bhtk,rhk->bhtr', q, rows.kernel('key'))
-    c = c[:, None]
-    o, weights = core((q, *rotary_q), (c, *rotary_k), c, **options)
+    if not self._absorbs(q_nope.shape[2], c.shape[2]):
+      k, v = rows('key', c[:, 0]), rows('value', c[:, 0])
+      return core((q_nope, *w), (k, *u), v, **options)
+    q_latent = jnp.einsum('bhtk,rhk->bhtr', q_nope, rows.kernel('key'))
+    o, weights = core((q_latent, *w), (c, *u), c, **options)
     return jnp.einsum('bhtr,rhv->bhtv', o, rows.kernel('value')), weights
+
+  def _absorbs(self, t: int, s: int) -> bool:
+    """Whether t queries attend to s latents in the absorbed form.
+
+    'auto' takes the form with fewer multiplications a head: expanded
+    s r (k + v) + t s (k + v + p), absorbed t r (k + v) + t s (2 r + p).
+    """
+    if self.form != 'auto':
+      return self.form == 'absorbed'
+    r, width = self.sizes['r'], self.sizes['k'] + self.sizes['v']
+    return t * r * width + t * s * 2 * r < s * r * width + t * s * width

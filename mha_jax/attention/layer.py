@@ -1,15 +1,17 @@
 """A whole attention layer: what all variants share.
 
-  q, k, v = the variant's projections of x, y, z
-  o_i     = attend(q_i, k_i, v_i)
-  out     = sum_i gate_i o_i W_o,i
+  q = queries(x), entries = entries(y, z)      the variant's projections
+  o_i = attend(q, entries)_i                   its heads
+  out = sum_i gate_i o_i W_o,i
 
 A variant is an `AttentionConfig`: its sizes, its table of projections, and how
-they make queries, keys and values. `apply` does the rest.
+they make queries, entries and heads. `apply` does the rest. Entries are what
+decoding keeps of a token: for MHA its keys and values, for MLA its latent.
 """
 
 import dataclasses
 import math
+import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from mha_jax.attention import batching, checks, heads
-from mha_jax.attention.dropout import Dropout
+from mha_jax.attention.dropout import Dropout, check_dropout
 from mha_jax.attention.dtypes import compute_dtype, matmul_precision
 from mha_jax.attention.notation import Array
 from mha_jax.attention.projections import Params, Table, check_params
@@ -26,20 +28,15 @@ from mha_jax.attention.rope import Rope
 Heads = tuple[Array, Array | None]
 """The heads' outputs (b, h, t, v) and weights (b, h, t, s), None: not asked."""
 
+Parts = tuple[Array, ...]
+"""Arrays (b, heads, length, features), heads first."""
+
+Positions = Array | None
+"""(b, length) or (1, length) integers; None: 0, 1, 2, ..."""
+
 Core = Callable[..., Heads]
 """`core(q_BHTK, k_BNSK, v_BNSV, scale=, logit_softcap=)`: `multihead_attention`
 with mask, bias, positions and dropout filled in."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Inputs:
-  """What a variant projects: one batch dimension, positions or None."""
-
-  x: Array  # (b, t, d), for queries
-  y: Array  # (b, s, d'), for keys
-  z: Array  # (b, s, d''), for values
-  query_positions: Array | None  # (b, t) or (1, t); None: 0 .. t-1
-  key_positions: Array | None  # (b, s) or (1, s)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +67,7 @@ class AttentionConfig:
 
   @property
   def table(self) -> Table:
-    """The variant: its rows by name, 'out' of heads first among them."""
+    """The variant: its rows by name; 'out' takes the heads."""
     raise NotImplementedError
 
   @property
@@ -79,33 +76,51 @@ class AttentionConfig:
     raise NotImplementedError
 
   @property
+  def entry_shapes(self) -> tuple[tuple[int, int], ...]:
+    """(heads, features) of each array of `entries`."""
+    raise NotImplementedError
+
+  @property
   def cache_elements(self) -> int:
     """What decoding keeps of a token, in elements a layer."""
-    raise NotImplementedError
+    return sum(math.prod(shape) for shape in self.entry_shapes)
 
   @property
   def input_widths(self) -> tuple[int, int, int]:
     """The features of inputs_q, inputs_k and inputs_v."""
     return (self.d_model,) * 3
 
-  def attend(self, rows: Rows, inputs: Inputs, core: Core) -> Heads:
-    """The outputs of the heads: projects, then calls `core`."""
+  @property
+  def rotary(self) -> Rope | None:
+    """The RoPE that is in use."""
+    return self.rope
+
+  def queries(self, rows: Rows, x: Array, at: Positions) -> Parts:
+    """The parts of the queries (b, h, t, ...) from x (b, t, d)."""
     raise NotImplementedError
 
-  def rotate(self, x_BHTK: Array, positions: Array | None) -> Array:
-    """Turns x by `rope`, where there is one."""
-    rope = self.rope
-    return x_BHTK if rope is None else rope.rotate_heads(x_BHTK, positions)
+  def entries(self, rows: Rows, y: Array, z: Array, at: Positions) -> Parts:
+    """What decoding keeps (b, heads, s, ...) of y (b, s, d'), z (b, s, d'')."""
+    raise NotImplementedError
+
+  def attend(self, rows: Rows, q: Parts, entries: Parts, core: Core) -> Heads:
+    """The outputs of the heads: makes keys and values, calls `core`."""
+    raise NotImplementedError
+
+  def rotate(self, x_BHTK: Array, at: Positions) -> Array:
+    """Turns x by the RoPE in use, where there is one."""
+    rope = self.rotary
+    return x_BHTK if rope is None else rope.rotate_heads(x_BHTK, at)
 
   def check_sizes(self, *may_be_zero: str) -> None:
     """Raises a ValueError unless every integer field is positive."""
-    for field in dataclasses.fields(self):  # type: ignore[arg-type]
-      value = getattr(self, field.name)
-      optional = field.type == int | None and value is None
-      if field.type not in (int, int | None) or optional:
+    for name, kind in typing.get_type_hints(type(self)).items():
+      value = getattr(self, name)
+      optional = kind == int | None and value is None
+      if kind not in (int, int | None) or optional:
         continue
-      if not (field.name in may_be_zero and value == 0):
-        checks.positive(field.name, value)
+      if not (name in may_be_zero and value == 0):
+        checks.positive(name, value)
 
   def check_rope(self, name: str, size: int) -> None:
     """Raises a ValueError unless `rope` is a Rope that can turn `size`."""
@@ -163,6 +178,10 @@ def apply(
   Raises:
     ValueError: inputs, params or options do not fit the config.
   """
+  if not isinstance(config, AttentionConfig):
+    raise ValueError(
+      f'config={config!r} must be an AttentionConfig, as GroupedConfig(...)'
+    )
   if inputs_k is None and inputs_v is not None:
     raise ValueError(
       'inputs_v is given without inputs_k; pass the keys too, or the one '
@@ -175,7 +194,7 @@ def apply(
     )
   self_attention = inputs_k is None
   alone = input_positions is not None and key_positions is None
-  if config.rope is not None and alone and not self_attention:
+  if config.rotary is not None and alone and not self_attention:
     raise ValueError(
       'input_positions are given but key_positions are None, and RoPE turns '
       'the keys of inputs_k too; pass key_positions, or leave inputs_k None '
@@ -198,6 +217,7 @@ def apply(
   )
   gates = None if head_gates is None else _gates(head_gates, h)
   heads.pick(implementation)
+  check_dropout(dropout)
   check_params(config.table, params)
   dtype = compute_dtype(dtype, x, y, z, *jax.tree.leaves(params))
 
@@ -219,9 +239,9 @@ def apply(
 
   rows = Rows(config.table, params, dtype)
   x, y, z = (batching.one_batch(a) for a in (x, y, z))
-  inputs = Inputs(x, y, z, queries, keys)
   with matmul_precision(precision):
-    o, weights = config.attend(rows, inputs, core)
+    q = config.queries(rows, x, queries)
+    o, weights = config.attend(rows, q, config.entries(rows, y, z, keys), core)
     if gates is not None:
       o = o * gates.astype(o.dtype)
     out = rows('out', o)

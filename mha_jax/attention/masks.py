@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mha_jax.attention import checks
+from mha_jax.attention.arguments import as_integers
 from mha_jax.attention.notation import Array, Bool, Int
 
 ArrayLike = Any
@@ -65,6 +66,14 @@ class Mask:
   def __or__(self, other: 'Mask') -> 'Mask':
     return Or(self, _operand(other))
 
+  __rand__, __ror__ = __and__, __or__
+  __array_ufunc__ = None  # NumPy arrays leave & and | to the mask
+
+  @property
+  def by_position(self) -> bool:
+    """Whether it compares positions."""
+    return False
+
   def __bool__(self) -> bool:
     raise ValueError('masks combine with & and |, not with `and` and `or`')
 
@@ -82,8 +91,13 @@ class Mask:
     """
 
     def pick(leaf: Array) -> Array:
-      b, h = min(batch, leaf.shape[0] - 1), min(head, leaf.shape[1] - 1)
-      return leaf[b, h]
+      for name, index, size in (
+        ('batch', batch, leaf.shape[0]),
+        ('head', head, leaf.shape[1]),
+      ):
+        if size > 1:
+          checks.whole(name, index, 0, size - 1)
+      return leaf[batch % leaf.shape[0], head % leaf.shape[1]]
 
     single = jax.tree.map(pick, self)
     allowed = single.evaluate(Axis(t), Axis(s))
@@ -109,6 +123,10 @@ class _Pair(Mask):
 
   left: Mask
   right: Mask
+
+  @property
+  def by_position(self) -> bool:
+    return self.left.by_position or self.right.by_position
 
   def check(self, shape: tuple[int, int, int, int]) -> None:
     self.left.check(shape)
@@ -140,6 +158,8 @@ class Or(_Pair):
 class Causal(Mask):
   """A query may attend to keys at its own position and before."""
 
+  by_position = True
+
   def evaluate(self, queries: Axis, keys: Axis) -> Bool[Array, 't s']:
     key, query = keys.position_of_each(), queries.position_of_each()
     return key[None, :] <= query[:, None]
@@ -152,6 +172,8 @@ class Window(Mask):
 
   left: int | None = dataclasses.field(metadata={'static': True})
   right: int | None = dataclasses.field(metadata={'static': True})
+
+  by_position = True
 
   def evaluate(self, queries: Axis, keys: Axis) -> Bool[Array, 't s']:
     key, query = keys.position_of_each(), queries.position_of_each()
@@ -210,13 +232,13 @@ class Segments(Mask):
   def check(self, shape: tuple[int, int, int, int]) -> None:
     b, _, t, s = shape
     for name, array, size in (
-      ('query_segments', self.queries, t),
-      ('key_segments', self.keys, s),
+      ('queries', self.queries, t),
+      ('keys', self.keys, s),
     ):
       if array.shape[0] not in (1, b) or array.shape[2] != size:
         raise ValueError(
-          f'{name} of shape {array.shape[::2]} must be (b, length) = '
-          f'({b}, {size})'
+          f'segments: {name} of shape {array.shape[::2]} must be (b, length) '
+          f'= ({b}, {size})'
         )
 
 
@@ -269,11 +291,11 @@ def lengths(lengths: ArrayLike, query_lengths: ArrayLike = None) -> Mask:
   """Only the first `lengths[b]` keys of batch row b may be attended to.
 
   Args:
-    lengths: (b,) integers, tokens; None: all keys.
-    query_lengths: (b,) integers; later queries attend to nothing. None: all.
+    lengths: (b,) or (...) integers, tokens; None: all keys.
+    query_lengths: likewise; later queries attend to nothing. None: all.
   """
   keys, queries = (
-    None if array is None else _integers(name, array, '(b,)')[:, None]
+    None if array is None else _integers(name, array)[:, None]
     for name, array in (('lengths', lengths), ('query_lengths', query_lengths))
   )
   return Lengths(keys, queries)
@@ -285,25 +307,21 @@ def segments(queries: ArrayLike, keys: ArrayLike = None) -> Mask:
   For sequences packed into one row, and for padding with a number of its own.
 
   Args:
-    queries: (b, t) integers, the segment of each query.
-    keys: (b, s) integers, the segment of each key; None: `queries`.
+    queries: (b, t) or (..., t) integers, the segment of each query.
+    keys: (b, s) or (..., s) likewise of each key; None: `queries`.
   """
   keys = queries if keys is None else keys
-  query_segments = _integers('query_segments', queries, '(b, t)')
-  key_segments = _integers('key_segments', keys, '(b, s)')
+  query_segments = _integers('queries', queries, 't')
+  key_segments = _integers('keys', keys, 's')
   return Segments(query_segments[:, None], key_segments[:, None])
 
 
-def _integers(name: str, values: ArrayLike, letters: str) -> Array:
-  """An integer array with a dimension for each letter."""
-  array = jnp.asarray(values)
-  ndim = sum(c.isalpha() for c in letters)
-  if array.ndim != ndim or not jnp.issubdtype(array.dtype, jnp.integer):
-    raise ValueError(
-      f'{name} must be integers of shape {letters}, got {array.dtype} of shape '
-      f'{array.shape}; pass one for each'
-    )
-  return array
+def _integers(name: str, values: ArrayLike, *letters: str) -> Array:
+  """Integers (..., *letters), batch dimensions as one: (b, *letters)."""
+  ndim = len(letters)
+  wanted = f'({", ".join(("b", *letters))}{"" if letters else ","})'
+  array = as_integers(name, values, wanted, lambda shape: len(shape) > ndim)
+  return jnp.reshape(array, (-1, *array.shape[array.ndim - ndim :]))
 
 
 def dense(allowed: ArrayLike) -> Mask:
@@ -321,10 +339,10 @@ def dense(allowed: ArrayLike) -> Mask:
       f'mask has dtype {array.dtype}, but a mask is boolean, True may attend; '
       'pass additive values as bias=, or compare: mask != 0'
     )
-  if not 2 <= array.ndim <= 4:
+  if array.ndim > 4:
     raise ValueError(
-      f'mask of shape {array.shape} must have 2 to 4 dimensions that broadcast '
-      'to (b, h, t, s)'
+      f'mask of shape {array.shape} must have at most 4 dimensions, that '
+      'broadcast to (b, h, t, s)'
     )
   return Dense(jnp.reshape(array, (1,) * (4 - array.ndim) + array.shape))
 

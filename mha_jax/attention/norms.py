@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mha_jax.attention import checks
 from mha_jax.attention.dtypes import compute_dtype, wide_dtype
 from mha_jax.attention.notation import Array
 from mha_jax.attention.projections import (
@@ -35,6 +36,7 @@ class Norm(Row):
   def __post_init__(self) -> None:
     if self.kind not in self.KINDS:
       raise ValueError(f'kind={self.kind!r} must be one of {self.KINDS}')
+    checks.positive('size', self.size)
 
   @property
   def shapes(self) -> dict[str, tuple[int, ...]]:

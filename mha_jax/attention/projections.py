@@ -132,6 +132,15 @@ class Projection(Row):
         f'spec={self.spec!r}: the letters that the kernel shares with the '
         f'input alone must lead the kernel; write it {self.contracted!r} first'
       )
+    x, kernel, output = self.letters
+    kept_in = set(x) - set(self.contracted)
+    if any(len(set(a)) != len(a) for a in self.letters) or set(
+      output
+    ) != kept_in | set(self.bias_letters):
+      raise ValueError(
+        f'spec={self.spec!r}: the output must have the letters that input and '
+        'kernel do not sum over, each once'
+      )
     # Only the kernel's sizes are kept, as a tuple, so that equal projections
     # are equal and hashable.
     kept = tuple((letter, int(sizes[letter])) for letter in kernel)
@@ -257,6 +266,11 @@ def init_table(
 
 def check_params(table: Table, params: Mapping[str, Any]) -> None:
   """Raises a ValueError unless the parameters are those of the table."""
+  if not isinstance(params, Mapping):
+    raise ValueError(
+      f'params of type {type(params).__name__} must be a dict by row: '
+      f'{sorted(table)}'
+    )
   for name, row in table.items():
     row.check(name, params.get(name))
   if extra := sorted(set(params) - set(table)):

@@ -52,6 +52,7 @@ class Rope:
         f'scaling={self.scaling!r} must be a RopeScaling, for instance '
         'LinearScaling(4.0), or None'
       )
+    self.frequencies(2)  # the scaling may object to theta
 
   @property
   def score_factor(self) -> float:
@@ -99,7 +100,8 @@ class Rope:
     )
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if self.scaling is not None:
-      cos, sin = (self.scaling.rotary_factor * part for part in (cos, sin))
+      factor = float(self.scaling.rotary_factor)  # a float64 would promote
+      cos, sin = factor * cos, factor * sin
     if self.layout == 'half':
       a, b = x[..., :half].astype(wide), x[..., half:].astype(wide)
       parts = (a * cos - b * sin, a * sin + b * cos)

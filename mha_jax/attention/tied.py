@@ -9,15 +9,15 @@ Source: Zadouri et al. 2025, Hardware-Efficient Attention for Fast Decoding.
 import dataclasses
 import functools
 
-from mha_jax.attention import checks
-from mha_jax.attention.layer import AttentionConfig, Core, Heads, Inputs, Rows
+from mha_jax.attention import checks, layer
+from mha_jax.attention.layer import Array, Core, Heads, Parts, Positions, Rows
 from mha_jax.attention.projections import Projection, Table
 from mha_jax.attention.rope import Rope
 
 
 @dataclasses.dataclass(frozen=True)
-class TiedConfig(AttentionConfig):
-  """h heads over n states of head_dim features, a multiple of 4."""
+class TiedConfig(layer.AttentionConfig):
+  """h heads over n states of head_dim features; rope None: no rotation."""
 
   d_model: int
   num_heads: int
@@ -27,34 +27,34 @@ class TiedConfig(AttentionConfig):
   rope: Rope | None = None
 
   values_from_keys = True
+  qk_head_dim = property(lambda self: self.head_dim)
 
   def __post_init__(self) -> None:
     self.check_sizes()
-    n, h = self.num_kv_heads, self.num_heads
+    n, h, v = self.num_kv_heads, self.num_heads, self.head_dim
     checks.divides('num_kv_heads', n, 'num_heads', h)
-    if self.head_dim % 4:
-      raise ValueError(f'head_dim={self.head_dim} must be a multiple of 4')
+    checks.even('head_dim', v)
+    self.check_rope('head_dim / 2', v // 2)
 
-  qk_head_dim = property(lambda c: c.head_dim)
-  half = property(lambda c: c.head_dim // 2)
-  cache_elements = property(lambda c: c.half * (2 * c.num_kv_heads + 1))
+  @property
+  def entry_shapes(self) -> tuple[tuple[int, int], ...]:
+    return (self.num_kv_heads, self.head_dim), (1, self.head_dim // 2)
 
   @functools.cached_property
   def table(self) -> Table:
-    sizes = {'d': self.d_model, 'h': self.num_heads, 'n': self.num_kv_heads}
-    sizes |= dict.fromkeys('kp', self.half) | {'v': self.head_dim}
-    specs = {
-      'query': 'btd,dhk->bhtk',
-      'query_rope': 'btd,dhp->bhtp',
-      'value': 'bsd,dnv->bnsv',
-      'key_rope': 'bsd,dp->bsp',
-      'out': 'bhtv,hvd->btd',
-    }
+    d, h, n, v = self.d_model, self.num_heads, self.num_kv_heads, self.head_dim
+    sizes = {'d': d, 'h': h, 'n': n, 'k': v // 2, 'p': v // 2, 'v': v}
+    specs = {'query': 'btd,dhk->bhtk', 'query_rope': 'btd,dhp->bhtp'}
+    specs |= {'value': 'bsd,dnv->bnsv', 'key_rope': 'bsd,dp->bsp'}
+    specs |= {'out': 'bhtv,hvd->btd'}
     return {x: Projection(y, sizes, self.use_bias) for x, y in specs.items()}
 
-  def attend(self, rows: Rows, inputs: Inputs, core: Core) -> Heads:
-    v, u = rows('value', inputs.y), rows('key_rope', inputs.y)[:, None]
-    w = self.rotate(rows('query_rope', inputs.x), inputs.query_positions)
-    u = self.rotate(u, inputs.key_positions)
-    k = v[..., : self.half]
-    return core((rows('query', inputs.x), w), (k, u), v)
+  def queries(self, rows: Rows, x: Array, at: Positions) -> Parts:
+    return rows('query', x), self.rotate(rows('query_rope', x), at)
+
+  def entries(self, rows: Rows, y: Array, z: Array, at: Positions) -> Parts:
+    return rows('value', y), self.rotate(rows('key_rope', y)[:, None], at)
+
+  def attend(self, rows: Rows, q: Parts, entries: Parts, core: Core) -> Heads:
+    v, u = entries
+    return core(q, (v[..., : self.head_dim // 2], u), v)

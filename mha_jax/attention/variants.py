@@ -40,7 +40,7 @@ RANK = 'the features of the latent'
 WIDTH = 'a multiple of 4'
 
 VARIANTS: dict[str, Variant] = {
-  'mha': Variant(GroupedConfig, fixed={'num_kv_heads': None}),
+  'mha': Variant(GroupedConfig),
   'gqa': Variant(GroupedConfig, required={'num_kv_heads': DIVISOR}),
   'mqa': Variant(GroupedConfig, fixed={'num_kv_heads': 1}),
   'mla': Variant(LatentConfig, required={'kv_lora_rank': RANK}),
@@ -71,24 +71,15 @@ def build(kind: str, **options: Any) -> AttentionConfig:
       f'options are {", ".join(variant.options)}'
     )
   for name, value in variant.fixed.items():
-    implied = given.get('num_heads') if value is None else value
-    if given.get(name, implied) != implied:
+    if given.get(name, value) != value:
       raise ValueError(
-        f'{name}={given[name]!r} must be {implied} or None in {kind!r}; use '
+        f'{name}={given[name]!r} must be {value} or None in {kind!r}; use '
         "'gqa', GroupedQueryAttention"
       )
   for name, what in variant.required.items():
     if name not in given:
       raise ValueError(f'{name}=None: {kind!r} needs it: {what}')
   return variant.config(**{**given, **variant.fixed})
-
-
-def options_of(kind: str, source: Any) -> dict[str, Any]:
-  """The options of a variant that an object has as attributes."""
-  names = VARIANTS[kind].options
-  return {
-    name: getattr(source, name) for name in names if hasattr(source, name)
-  }
 
 
 def widths(inputs_q: Any, inputs_k: Any, inputs_v: Any) -> tuple[int, int, int]:

@@ -210,7 +210,7 @@ class ErrorsTest(parameterized.TestCase):
     ),
     ({'local_window_size': -1}, 'left=-1', 'lie in'),
     ({'implementation': 'fast'}, "implementation='fast'", 'use one of'),
-    ({'query_seq_lengths': [1.5]}, 'query_lengths must be int', 'pass one'),
+    ({'query_seq_lengths': [1.5]}, 'query_lengths must be int', 'float32'),
     ({'mask': np.ones((T, S))}, 'mask has dtype float', 'as bias='),
   )
   def test_bad_calls(self, changes, value, remedy):

@@ -102,7 +102,7 @@ class LoopTest(oracles.X64TestCase):
       key_positions=at_k,
       return_weights=True,
     )
-    rope = config.rope or Rope()
+    rope = config.rotary or Rope()
     wanted = oracles.latent(
       p,
       x,
@@ -153,12 +153,23 @@ class FormsTest(oracles.X64TestCase):
     tolerance = {'float64': 1e-12, 'float32': 1e-5}[dtype]
     assert_close(absorbed, expanded, tolerance)
 
-  def test_auto_is_expanded(self):
-    """Without a cache."""
-    config = config_of('rope')
+  @parameterized.parameters(
+    (13, 'expanded', 'absorbed'), (2, *['absorbed'] * 2)
+  )
+  def test_auto(self, rank, square, few):
+    """'auto' is the form with fewer multiplications at the call's lengths."""
+    config = config_of('rope', kv_lora_rank=rank)
+    config = dataclasses.replace(config, qk_nope_head_dim=5, v_head_dim=7)
     p, x = random_params(config), normal(1, B, T, D)
-    expanded = dataclasses.replace(config, form='expanded')
-    assert_same_bits(apply(config, p, x), apply(expanded, p, x))
+    y = normal(2, B, 97, D)
+    for inputs, form in (((x,), square), ((x[:, :1], y), few)):
+      fixed = dataclasses.replace(config, form=form)
+      other = {'expanded': 'absorbed', 'absorbed': 'expanded'}[form]
+      got = apply(config, p, *inputs)
+      assert_same_bits(got, apply(fixed, p, *inputs))
+      with self.assertRaises(AssertionError):
+        other = dataclasses.replace(config, form=other)
+        assert_same_bits(got, apply(other, p, *inputs))
 
   @parameterized.parameters(*FORMS)
   def test_nothing_is_inert(self, form):
@@ -326,10 +337,13 @@ class ConfigTest(parameterized.TestCase):
     """k = d / h, v = k; rotary features only with a rope, half of k."""
     plain = LatentConfig(60, 3, 7)
     self.assertEqual(plain.sizes, {'h': 3, 'k': 20, 'p': 0, 'r': 7, 'v': 20})
-    self.assertIsNone(plain.rope)
+    self.assertIsNone(plain.rotary)
     self.assertEqual(LatentConfig(60, 3, 7, rope=Rope()).sizes['p'], 10)
     self.assertEqual(LatentConfig(12, 4, 7, rope=Rope()).sizes['p'], 2)
-    self.assertEqual(LatentConfig(60, 3, 7, qk_rope_head_dim=4).rope, Rope())
+    given = LatentConfig(60, 3, 7, qk_rope_head_dim=4)
+    self.assertEqual((given.rope, given.rotary), (None, Rope()))
+    without = dataclasses.replace(given, qk_rope_head_dim=0)
+    self.assertIsNone(without.rotary)
     self.assertNotIn('key_rope', plain.table)
 
   @parameterized.parameters(

@@ -10,9 +10,19 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from oracles import assert_close, assert_same_bits, attention, booleans, normal
 
-from mha_jax.attention import masks, multihead_attention
+import mha_jax.linen as linen
+from mha_jax import attention as attention_layer
+from mha_jax import dot_product_attention
+from mha_jax.attention import (
+  GroupedConfig,
+  init_table,
+  masks,
+  multihead_attention,
+)
 
 B, H, T, S = 2, 5, 3, 7
+CONFIG = GroupedConfig(d_model=2, num_heads=1)
+PARAMS = init_table(CONFIG.table, jax.random.key(0))
 DENSE_SHAPES = (
   (T, S),
   (H, T, S),
@@ -23,6 +33,8 @@ DENSE_SHAPES = (
   (1, H, 1, S),
   (B, 1, T, 1),
   (1, 1, 1, 1),
+  (S,),
+  (),
 )
 
 
@@ -266,6 +278,23 @@ class PositionsTest(parameterized.TestCase):
     allowed = np.tri(T, S, S - T, dtype=bool)
     assert_close(got, attention(*self.qkv, allowed=allowed).out, 1e-5)
 
+  @parameterized.parameters('uint8', 'uint32', 'int8', 'int64')
+  def test_any_integers(self, dtype):
+    """Narrow and unsigned positions do not wrap around."""
+    at = np.array([0, 60, 100])
+    q, k, v = (x[:, :, :3] for x in self.qkv)
+    got = multihead_attention(
+      q,
+      k,
+      v,
+      mask=masks.window(60, 60),
+      query_positions=at.astype(dtype),
+      key_positions=(at - (100 if dtype == 'int8' else 0)).astype(dtype),
+    )
+    behind = at - (100 if dtype == 'int8' else 0)
+    allowed = np.abs(behind - at[:, None]) <= 60
+    assert_close(got, attention(q, k, v, allowed=allowed).out, 1e-5)
+
   def test_lengths_and_dense_go_by_column(self):
     """Positions do not move a dense mask or lengths."""
     mask = masks.lengths([3, 5]) & masks.dense(booleans(0, T, S))
@@ -282,20 +311,19 @@ class PositionsTest(parameterized.TestCase):
 class ErrorsTest(parameterized.TestCase):
   @parameterized.parameters(
     (lambda: masks.dense([[0.0, 1.0]]), r'mask has dtype float32.*mask != 0'),
-    (lambda: masks.dense([True]), r'mask of shape \(1,\) must have 2 to 4'),
-    (lambda: masks.dense(np.ones((1,) * 5, bool)), r'mask of shape .*2 to 4'),
-    (lambda: masks.lengths(3), r'lengths .*\(b,\), got int.*; pass'),
-    (lambda: masks.lengths([[3]]), r'lengths .*\(b,\), got .*\(1, 1\); pass'),
+    (lambda: masks.dense(np.ones((1,) * 6, bool)), r'mask of shape .*most 4'),
+    (lambda: masks.dense(np.ones((1,) * 5, bool)), r'mask of shape .*most 4'),
+    (lambda: masks.lengths(3), r'lengths .*\(b,\), got int.* of shape \(\)'),
     (lambda: masks.window(-1, 0), r'left=-1 must be an integer and lie in'),
     (lambda: masks.window(0, 1.5), r'right=1.5 must be an integer'),
-    (lambda: masks.segments([0, 1]), r'query_segments .*\(b, t\), got int'),
+    (lambda: masks.segments([0, 1]), r'queries .*\(b, t\), got int'),
     (
       lambda: masks.segments([[0]], [[0.5]]),
-      r'key_segments must be integers.*got float32',
+      r'keys must be integers.*got float32',
     ),
     (
-      lambda: masks.lengths(None, [[1]]),
-      r'query_lengths .*\(b,\), got int32 of shape \(1, 1\)',
+      lambda: masks.lengths(None, 1),
+      r'query_lengths .*\(b,\), got int32 of shape \(\)',
     ),
     (lambda: masks.lengths([2.5]), r'lengths must be integers.*got float32'),
   )
@@ -316,6 +344,37 @@ class ErrorsTest(parameterized.TestCase):
       combine(np.where(allowed, 0, -np.inf))
     with self.assertRaisesRegex(ValueError, 'not with None'):
       combine(None)
+
+  @parameterized.parameters('numpy', 'jax')
+  def test_either_side(self, kind):
+    """An array on the left is as good as on the right."""
+    allowed = booleans(0, 3, 5)
+    array = jnp.asarray(allowed) if kind == 'jax' else allowed
+    for a, b in (
+      (array & masks.causal(), masks.causal() & array),
+      (array | masks.causal(), masks.causal() | array),
+    ):
+      self.assertEqual(a.draw(3, 5), b.draw(3, 5))
+
+  def test_draw_what_is_not_there(self):
+    """A batch row or head past the end is refused; a shared one is drawn."""
+    mask = masks.lengths([1, 2])
+    self.assertEqual(mask.draw(1, 2, head=7), '■ ·')
+    with self.assertRaisesRegex(ValueError, 'batch=2 must be .*in .0, 1.'):
+      mask.draw(1, 2, batch=2)
+
+  @parameterized.parameters(
+    lambda mask, x: attention_layer.apply(CONFIG, PARAMS, x, mask=mask),
+    lambda mask, x: dot_product_attention(*[x[:, :, None]] * 3, mask=mask),
+    lambda mask, x: linen.Attention(CONFIG).init(
+      jax.random.key(0), x, mask=mask
+    ),
+  )
+  def test_the_call_forgotten_everywhere(self, call):
+    """masks.causal for masks.causal(), through layers and shells."""
+    x = np.ones((1, 3, 2), np.float32)
+    with self.assertRaisesRegex(ValueError, r'call it, as masks.causal\(\)'):
+      call(masks.causal, x)
 
   def test_python_and_would_drop_a_mask(self):
     """`and` and `or` give one operand alone, so they raise."""

@@ -55,7 +55,8 @@ class TiedTest(oracles.X64TestCase):
 
   @parameterized.parameters(
     ({'num_kv_heads': 4}, 'num_kv_heads=4 must divide num_heads=6'),
-    ({'head_dim': 6}, 'head_dim=6 must be a multiple of 4'),
+    ({'head_dim': 7}, 'head_dim=7 must be even'),
+    ({'head_dim': 6, 'rope': Rope()}, 'head_dim / 2=3 must be even for RoPE'),
     ({'head_dim': 0}, 'head_dim=0 must be a positive integer'),
   )
   def test_bad_configs(self, changes, message):
