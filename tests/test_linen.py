@@ -313,6 +313,31 @@ class ShellTest(parameterized.TestCase):
     self.assertEmpty(state)
 
 
+class Unnamed(nn.Module):
+  """A parent that leaves its child's name to Linen."""
+
+  child: type
+
+  @nn.compact
+  def __call__(self, x):
+    return self.child(num_heads=3)(x)
+
+
+@pytest.mark.usefixtures('quick_compile')
+class UnnamedTest(parameterized.TestCase):
+  @parameterized.parameters(
+    'MultiHeadAttention', 'MultiHeadDotProductAttention'
+  )
+  def test_in_a_parent(self, name):
+    """A change of import: Linen's name for the child, its initial values."""
+    x = normal(0, B, T, D).astype(np.float32)
+    ours, theirs = Unnamed(getattr(mha, name)), Unnamed(getattr(nn, name))
+    variables = jax.jit(theirs.init)(jax.random.key(0), x)
+    assert_same_bits(jax.jit(ours.init)(jax.random.key(0), x), variables)
+    self.assertIn(f'{name}_0', variables['params'])
+    assert_close(ours.apply(variables, x), theirs.apply(variables, x), 1e-5)
+
+
 @pytest.mark.usefixtures('quick_compile')
 class DropoutTest(parameterized.TestCase):
   def setUp(self):

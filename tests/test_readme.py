@@ -1,11 +1,19 @@
 """README's Python runs, from top to bottom, and prints what it says."""
 
 import doctest
+import functools
 import pathlib
 import re
+from unittest import mock
 
+import jax
+import jax.numpy as jnp
 import pytest
 from absl.testing import parameterized
+
+from mha_jax import attention
+from mha_jax.attention import init_table, num_params
+from mha_jax.attention.variants import build
 
 README = pathlib.Path(__file__).parents[1] / 'README.md'
 
@@ -30,3 +38,74 @@ class ReadmeTest(parameterized.TestCase):
     self.assertEqual(names['layer'].num_heads, 8)
     self.assertEqual(names['weights'].shape, (2, 8, 10, 10))
     self.assertEqual(names['num_params'](names['config'].table), 10400)
+
+
+EXAMPLES = {
+  'MHA': ('mha', {}),
+  'GQA': ('gqa', {'num_kv_heads': 4}),
+  'MQA': ('mqa', {}),
+  'MLA expanded': ('mla', {'form': 'expanded'}),
+  'MLA absorbed': ('mla', {'form': 'absorbed'}),
+  'MLA (rank r, rotary p)': ('mla', {}),
+  'GTA': ('gta', {'num_kv_heads': 4, 'head_dim': 64}),
+  'GTA (keys tied to values)': ('gta', {'num_kv_heads': 4, 'head_dim': 64}),
+}
+"""README's rows at the sizes that it gives: d = 1024, h = 16."""
+
+
+def config_of(row: str):
+  kind, options = EXAMPLES[row]
+  if kind == 'mla':
+    options = options | {'kv_lora_rank': 256, 'qk_rope_head_dim': 32}
+  else:
+    options = options | {'use_bias': False}
+  return build(kind, d_model=1024, num_heads=16, **options)
+
+
+def rows_of(first_column: str) -> list[list[str]]:
+  """The cells of the table that has a row which begins so."""
+  tables = re.findall(r'(?:^\|.*\n)+', README.read_text(), re.MULTILINE)
+  (table,) = [x for x in tables if f'| {first_column} |' in x]
+  lines = table.strip().split('\n')[2:]
+  return [[cell.strip() for cell in x.strip('|').split('|')] for x in lines]
+
+
+class SharingTableTest(parameterized.TestCase):
+  def test_in_axes(self):
+    """The in_axes that README shows are those that reach jax.vmap."""
+    rows = rows_of('MLA absorbed')
+    self.assertLen(rows, 6)
+    for name, *shown, _ in rows:
+      config, seen, vmap = config_of(name), [], jax.vmap
+
+      def record(f, in_axes=0, seen=seen, vmap=vmap, **options):
+        if isinstance(in_axes, tuple) and len(in_axes) == 3:
+          seen.append(in_axes[:2])
+        return vmap(f, in_axes=in_axes, **options)
+
+      shapes = jax.eval_shape(
+        functools.partial(init_table, config.table), jax.random.key(0)
+      )
+      with mock.patch.object(jax, 'vmap', record):
+        jax.eval_shape(
+          functools.partial(attention.apply, config),
+          shapes,
+          jax.ShapeDtypeStruct((2, 3, 1024), jnp.float32),
+        )
+      self.assertEqual([self.text(axes) for axes in seen], shown, name)
+
+  def text(self, axes) -> str:
+    """(q, (k parts, v)) as README writes it."""
+    q, kv = axes
+    k, v = (kv, kv) if kv in (0, None) else kv
+    k = k[0] if isinstance(k, tuple) and len(k) == 1 else k
+    return f'{q}, {k}, {v}'
+
+  def test_numbers(self):
+    """Parameters and cached elements at the sizes given."""
+    rows = rows_of('GTA (keys tied to values)')
+    self.assertLen(rows, 5)
+    for name, _, _, parameters, cache in rows:
+      config = config_of(name)
+      self.assertEqual(f'{num_params(config.table):,}', parameters, name)
+      self.assertEqual(f'{config.cache_elements:,}', cache, name)

@@ -6,7 +6,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from mha_jax.attention import batching, heads, masks
-from mha_jax.attention.dropout import Dropout
 from mha_jax.attention.notation import Array
 
 IMPLEMENTATIONS = {'xla': 'exact'}
@@ -30,7 +29,7 @@ def dot_product_attention(
   logit_softcap: float | None = None,
   query_positions: Any = None,
   key_positions: Any = None,
-  dropout: Dropout | None = None,
+  dropout: Any = None,
   return_weights: bool = False,
 ) -> Any:
   """Attention of h query heads over n key/value heads, heads last but one.

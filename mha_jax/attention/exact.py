@@ -24,7 +24,7 @@ import numpy as np
 
 from mha_jax.attention import checks, masks
 from mha_jax.attention.arguments import as_bias, as_positions
-from mha_jax.attention.dropout import Dropout, check_dropout
+from mha_jax.attention.dropout import check_dropout
 from mha_jax.attention.dtypes import compute_dtype, wide_dtype
 from mha_jax.attention.notation import Array, Bool, Float, Shaped
 
@@ -40,7 +40,7 @@ def attend(
   logit_softcap: float | None = None,
   query_positions: Any = None,
   key_positions: Any = None,
-  dropout: Dropout | None = None,
+  dropout: Any = None,
   used: Array | None = None,
   return_weights: bool = False,
   return_residual: bool = False,

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from mha_jax.attention import checks, exact, masks
 from mha_jax.attention.arguments import as_bias, as_positions
-from mha_jax.attention.dropout import Dropout, check_dropout
+from mha_jax.attention.dropout import check_dropout
 from mha_jax.attention.notation import Array, Shaped
 
 Attend = Callable[..., Any]
@@ -47,7 +47,7 @@ def multihead_attention(
   logit_softcap: float | None = None,
   query_positions: Any = None,
   key_positions: Any = None,
-  dropout: Dropout | None = None,
+  dropout: Any = None,
   return_weights: bool = False,
   return_residual: bool = False,
   implementation: str = 'auto',

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from mha_jax.attention import batching, checks, heads
-from mha_jax.attention.dropout import Dropout, check_dropout
+from mha_jax.attention.dropout import check_dropout
 from mha_jax.attention.dtypes import compute_dtype, matmul_precision
 from mha_jax.attention.notation import Array
 from mha_jax.attention.projections import Params, Table, check_params
@@ -132,8 +132,8 @@ class AttentionConfig:
 
 
 def apply(
-  config: AttentionConfig,
-  params: Mapping[str, Params],
+  config: Any,
+  params: Any,
   inputs_q: Any,
   inputs_k: Any = None,
   inputs_v: Any = None,
@@ -142,7 +142,7 @@ def apply(
   bias: Any = None,
   input_positions: Any = None,
   key_positions: Any = None,
-  dropout: Dropout | None = None,
+  dropout: Any = None,
   head_gates: Any = None,
   dtype: Any = None,
   precision: Any = None,
@@ -152,7 +152,7 @@ def apply(
   """Attention with its projections: (..., t, d) -> (..., t, d).
 
   Args:
-    config: the shape of the attention.
+    config: an `AttentionConfig`, the shape of the attention.
     params: `{name: {'kernel': ..., 'bias': ...}}` for every row of the table.
     inputs_q: (..., t, d); leading dimensions are batch dimensions.
     inputs_k: (..., s, d'); None: inputs_q, self-attention.

@@ -264,7 +264,7 @@ def init_table(
   }
 
 
-def check_params(table: Table, params: Mapping[str, Any]) -> None:
+def check_params(table: Table, params: Any) -> None:
   """Raises a ValueError unless the parameters are those of the table."""
   if not isinstance(params, Mapping):
     raise ValueError(

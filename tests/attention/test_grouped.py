@@ -438,3 +438,25 @@ class ErrorsTest(parameterized.TestCase):
     params = change(params_for(config, dtype=np.float32))
     with self.assertRaisesRegex(ValueError, message):
       attention.apply(config, params, normal(0, 2, 7, 6).astype(np.float32))
+
+  @parameterized.parameters(
+    (
+      {'dropout': 0.1},
+      r'dropout=0.1 must be a Dropout, as Dropout\(key, 0.1\)',
+    ),
+    ({'dropout': Dropout(None, 0.1)}, r'dropout.key=None must be a random key'),
+    ({'dropout': Dropout(3, 0.1)}, r'dropout.key=3 must be a random key'),
+    ({'params': [1]}, r"params of type list must be a dict by row: \['key'"),
+    ({'config': {'d_model': 4}}, "config={'d_model': 4} must be an Attention"),
+    ({'precision': 'most'}, "precision='most' must be one jax.lax.Precision"),
+  )
+  def test_bad_types(self, changes, message):
+    """The likely slips: a rate for a Dropout, a dict for a config."""
+    config = GroupedConfig(d_model=4, num_heads=2)
+    arguments = {
+      'config': config,
+      'params': init_table(config.table, jax.random.key(0)),
+      'inputs_q': np.ones((1, 3, 4), np.float32),
+    }
+    with self.assertRaisesRegex(ValueError, message):
+      attention.apply(**arguments | changes)

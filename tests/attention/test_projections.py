@@ -213,6 +213,19 @@ class NormTest(oracles.X64TestCase):
 
 class ErrorsTest(parameterized.TestCase):
   @parameterized.parameters(
+    'btd,dhk->bht',  # would sum over k
+    'btd,dk->btv',
+    'btd,dhk->bthkv',
+    'btd,ddk->btk',
+    'btd,dk->btkk',
+  )
+  def test_no_projection(self, spec):
+    """The output has what input and kernel do not sum over, each once."""
+    sizes = SIZES | {'v': 3}
+    with self.assertRaisesRegex(ValueError, f"spec='{spec}': the output must"):
+      Projection(spec, sizes)
+
+  @parameterized.parameters(
     ('bxd,dhk->bhxk', SIZES, r"spec='bxd.*\['x'\].*the letters are btsd"),
     ('btd->bt', SIZES, r"spec='btd->bt' must read input,kernel->output"),
     ('btd,dhk', SIZES, r"spec='btd,dhk' must read input,kernel->output"),

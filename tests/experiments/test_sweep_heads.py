@@ -131,6 +131,17 @@ class SweepTest(SweepTestCase):
     (row,) = read(workdir)
     self.assertEqual((row['n_heads'], row['head_dim']), (2, 8 + 4))
 
+  def test_heads_that_do_not_fit(self):
+    """The error names the flag and the head count."""
+    result = call(
+      self.folder / 'gqa',
+      '--config.model.attention=gqa',
+      '--config.model.num_kv_heads=2',
+    )
+    self.assertEqual(result.code, 2)
+    self.assertIn('--n_heads=1: ', result.err)
+    self.assertIn('num_kv_heads=2 must divide num_heads=1', result.err)
+
   def test_rows(self):
     """results.jsonl: a line a point, numbers by seed."""
     self.assertLen({row['key'] for row in self.rows}, 2)
