@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.nnx.nn import dtypes
 from flax.nnx.variablelib import VariableMetadata
@@ -28,6 +29,7 @@ from mha_jax.attention import (
   Dropout,
   Rope,
   apply,
+  batching,
   checks,
   masks,
   variants,
@@ -211,7 +213,9 @@ class Attention(nnx.Module):
     )
     mask = masks.from_numbers(mask)
     if is_causal:
-      mask = masks.causal() if mask is None else masks.causal() & mask
+      mask = masks.all_of(
+        masks.causal(), batching.fold('mask', mask, np.shape(inputs_q)[:-2])
+      )
     out = apply(
       self.config,
       {name: getattr(self, name)() for name in self.row_names},

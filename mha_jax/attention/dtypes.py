@@ -53,11 +53,10 @@ def matmul_precision(
   """
   if precision is None:
     return contextlib.nullcontext()
-  name = precision
-  if isinstance(precision, jax.lax.Precision):
-    name = precision.name.lower()
-  elif isinstance(precision, jax.lax.DotAlgorithmPreset):
-    name = precision.name
+  preset = isinstance(precision, jax.lax.DotAlgorithmPreset)
+  name = precision.name if preset else precision
+  with contextlib.suppress(ValueError):  # what names a Precision, by any name
+    name = jax.lax.Precision(precision).name.lower()
   try:
     return jax.default_matmul_precision(name)
   except ValueError as error:

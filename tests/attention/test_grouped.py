@@ -1,6 +1,7 @@
 """Whole layers as pure functions: MHA, GQA, MQA, self and cross."""
 
 import functools
+import re
 from unittest import mock
 
 import chex
@@ -460,3 +461,28 @@ class ErrorsTest(parameterized.TestCase):
     }
     with self.assertRaisesRegex(ValueError, message):
       attention.apply(**arguments | changes)
+
+
+class PrecisionTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST),
+    ('highest', jax.lax.Precision.HIGHEST),
+    ('float32', jax.lax.Precision.HIGHEST),
+    ('bfloat16_3x', jax.lax.Precision.HIGH),
+    ('fastest', jax.lax.Precision.DEFAULT),
+    (None, jax.lax.Precision.HIGH),
+  )
+  def test_reaches_every_product(self, given, wanted):
+    """By any of jax.lax.Precision's names; None leaves what is set around."""
+    config = GroupedConfig(d_model=4, num_heads=2)
+    params = init_table(config.table, jax.random.key(0))
+    f = functools.partial(attention.apply, config, params, precision=given)
+    with jax.default_matmul_precision('high'):
+      jaxpr = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(f(x))))(
+        jnp.ones((1, 3, 4))
+      )
+    found = re.findall(r'precision=([^\n]*)', str(jaxpr))
+    products = [x for x in found if 'Precision' in x]
+    self.assertGreater(len(products), 8)
+    for product in products:
+      self.assertEqual(product.count(f'Precision.{wanted.name}'), 2, product)
