@@ -5,12 +5,20 @@ projections of a variant, told by its config.
 """
 
 from mha_jax.attention import masks
+from mha_jax.attention.caches import (
+  KVCache,
+  LatentCache,
+  StaticCache,
+  WindowCache,
+  init_cache,
+)
+from mha_jax.attention.config import AttentionConfig
 from mha_jax.attention.dropout import Dropout
 from mha_jax.attention.exact import attend
 from mha_jax.attention.grouped import GroupedConfig
 from mha_jax.attention.heads import multihead_attention
 from mha_jax.attention.latent import LatentConfig
-from mha_jax.attention.layer import AttentionConfig, apply
+from mha_jax.attention.layer import apply, keys_values
 from mha_jax.attention.masks import Mask
 from mha_jax.attention.norms import Norm
 from mha_jax.attention.projections import (
@@ -30,6 +38,8 @@ __all__ = [
   'AttentionConfig',
   'Dropout',
   'GroupedConfig',
+  'KVCache',
+  'LatentCache',
   'LatentConfig',
   'LinearScaling',
   'Llama3Scaling',
@@ -37,11 +47,15 @@ __all__ = [
   'Norm',
   'Projection',
   'Rope',
+  'StaticCache',
   'TiedConfig',
+  'WindowCache',
   'YarnScaling',
   'apply',
   'attend',
+  'init_cache',
   'init_table',
+  'keys_values',
   'layout_permutation',
   'masks',
   'multihead_attention',

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 
 from mha_jax.attention import checks
-from mha_jax.attention.layer import (
+from mha_jax.attention.config import (
   AttentionConfig,
   Core,
   Heads,

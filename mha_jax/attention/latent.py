@@ -23,7 +23,7 @@ import functools
 import jax.numpy as jnp
 
 from mha_jax.attention import checks
-from mha_jax.attention.layer import (
+from mha_jax.attention.config import (
   AttentionConfig,
   Core,
   Heads,
@@ -84,6 +84,7 @@ class LatentConfig(AttentionConfig):
   form: str = 'auto'
 
   values_from_keys = True
+  keeps_latent = True
 
   def __post_init__(self) -> None:
     self.check_sizes('qk_rope_head_dim')

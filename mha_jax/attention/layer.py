@@ -1,134 +1,64 @@
-"""A whole attention layer: what all variants share.
+"""A whole attention layer: from inputs to output, with or without a cache.
 
-  q = queries(x), entries = entries(y, z)      the variant's projections
-  o_i = attend(q, entries)_i                   its heads
-  out = sum_i gate_i o_i W_o,i
-
-A variant is an `AttentionConfig`: its sizes, its table of projections, and how
-they make queries, entries and heads. `apply` does the rest. Entries are what
-decoding keeps of a token: for MHA its keys and values, for MLA its latent.
+out = sum_i gate_i o_i W_o,i,   o = attend(queries(x), entries(y, z))
 """
 
 import dataclasses
 import math
-import typing
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from mha_jax.attention import batching, checks, heads
-from mha_jax.attention.dropout import check_dropout
+from mha_jax.attention import batching, heads, masks
+from mha_jax.attention.caches import Cache, StaticCache, View, check_cache
+from mha_jax.attention.config import AttentionConfig, Heads, Parts, Rows
+from mha_jax.attention.dropout import Dropout, check_dropout
 from mha_jax.attention.dtypes import compute_dtype, matmul_precision
 from mha_jax.attention.notation import Array
-from mha_jax.attention.projections import Params, Table, check_params
-from mha_jax.attention.rope import Rope
-
-Heads = tuple[Array, Array | None]
-"""The heads' outputs (b, h, t, v) and weights (b, h, t, s), None: not asked."""
-
-Parts = tuple[Array, ...]
-"""Arrays (b, heads, length, features), heads first."""
-
-Positions = Array | None
-"""(b, length) or (1, length) integers; None: 0, 1, 2, ..."""
-
-Core = Callable[..., Heads]
-"""`core(q_BHTK, k_BNSK, v_BNSV, scale=, logit_softcap=)`: `multihead_attention`
-with mask, bias, positions and dropout filled in."""
+from mha_jax.attention.projections import check_params
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
-  """The rows of a table with their parameters: `rows(name, x)` applies one."""
+class _Scores:
+  """What a call says of its scores; b counts all batch dimensions."""
 
-  table: Table
-  params: Mapping[str, Params]
-  dtype: Any
+  mask: masks.Mask | None
+  bias: Array | None
+  query_positions: Array | None
+  key_positions: Array | None
+  dropout: Dropout | None
+  return_weights: bool
+  implementation: str
 
-  def __call__(self, name: str, x: Array) -> Array:
-    return self.table[name].apply(self.params[name], x, self.dtype)
+  def core(self, q: Parts, k: Any, v: Array, **options: Any) -> Heads:
+    """`multihead_attention` with all of this filled in."""
+    out = heads.multihead_attention(
+      q,
+      k,
+      v,
+      mask=self.mask,
+      bias=self.bias,
+      query_positions=self.query_positions,
+      key_positions=self.key_positions,
+      dropout=self.dropout,
+      return_weights=self.return_weights,
+      implementation=self.implementation,
+      **options,
+    )
+    return out if self.return_weights else (out, None)
 
-  def kernel(self, name: str) -> Array:
-    """A projection's kernel, in the dtype to compute in."""
-    return jnp.asarray(self.params[name]['kernel']).astype(self.dtype)
-
-
-class AttentionConfig:
-  """The shape of an attention: a frozen dataclass, a subclass a variant."""
-
-  d_model: int
-  num_heads: int
-  rope: Rope | None = None
-  values_from_keys = (
-    False  # True: inputs_v has no place, all comes from inputs_k
-  )
-
-  @property
-  def table(self) -> Table:
-    """The variant: its rows by name; 'out' takes the heads."""
-    raise NotImplementedError
-
-  @property
-  def qk_head_dim(self) -> int:
-    """The features that a score is a sum over."""
-    raise NotImplementedError
-
-  @property
-  def entry_shapes(self) -> tuple[tuple[int, int], ...]:
-    """(heads, features) of each array of `entries`."""
-    raise NotImplementedError
-
-  @property
-  def cache_elements(self) -> int:
-    """What decoding keeps of a token, in elements a layer."""
-    return sum(math.prod(shape) for shape in self.entry_shapes)
-
-  @property
-  def input_widths(self) -> tuple[int, int, int]:
-    """The features of inputs_q, inputs_k and inputs_v."""
-    return (self.d_model,) * 3
-
-  @property
-  def rotary(self) -> Rope | None:
-    """The RoPE that is in use."""
-    return self.rope
-
-  def queries(self, rows: Rows, x: Array, at: Positions) -> Parts:
-    """The parts of the queries (b, h, t, ...) from x (b, t, d)."""
-    raise NotImplementedError
-
-  def entries(self, rows: Rows, y: Array, z: Array, at: Positions) -> Parts:
-    """What decoding keeps (b, heads, s, ...) of y (b, s, d'), z (b, s, d'')."""
-    raise NotImplementedError
-
-  def attend(self, rows: Rows, q: Parts, entries: Parts, core: Core) -> Heads:
-    """The outputs of the heads: makes keys and values, calls `core`."""
-    raise NotImplementedError
-
-  def rotate(self, x_BHTK: Array, at: Positions) -> Array:
-    """Turns x by the RoPE in use, where there is one."""
-    rope = self.rotary
-    return x_BHTK if rope is None else rope.rotate_heads(x_BHTK, at)
-
-  def check_sizes(self, *may_be_zero: str) -> None:
-    """Raises a ValueError unless every integer field is positive."""
-    for name, kind in typing.get_type_hints(type(self)).items():
-      value = getattr(self, name)
-      optional = kind == int | None and value is None
-      if kind not in (int, int | None) or optional:
-        continue
-      if not (name in may_be_zero and value == 0):
-        checks.positive(name, value)
-
-  def check_rope(self, name: str, size: int) -> None:
-    """Raises a ValueError unless `rope` is a Rope that can turn `size`."""
-    if self.rope is None:
-      return
-    if not isinstance(self.rope, Rope):
-      raise ValueError(f'rope={self.rope!r} must be a Rope, as Rope(), or None')
-    checks.even(name, size)
+  def of_cache(
+    self, cache: Cache, view: View, valid: Array | None
+  ) -> '_Scores':
+    """The same over what a cache shows."""
+    mask = masks.all_of(
+      self.mask,
+      masks.dense(view.usable[:, None, None, :]),
+      None if valid is None else masks.dense(valid[:, None, :, None]),
+      None if cache.window is None else masks.window(cache.window - 1, None),
+    )
+    return dataclasses.replace(self, mask=mask, key_positions=view.positions)
 
 
 def apply(
@@ -146,6 +76,8 @@ def apply(
   head_gates: Any = None,
   dtype: Any = None,
   precision: Any = None,
+  cache: Any = None,
+  valid: Any = None,
   return_weights: bool = False,
   implementation: str = 'auto',
 ) -> Any:
@@ -169,15 +101,143 @@ def apply(
     dtype: the dtype to compute in; None: the common dtype of inputs and params.
     precision: of every product, as `jax.lax.Precision` or a string for
       `jax.default_matmul_precision`; None: as that is set.
+    cache: what is kept of past tokens; inputs_q continue them and are appended.
+      A `StaticCache` (from `keys_values`) takes the place of inputs_k. None:
+      no cache.
+    valid: (..., t) with a cache, False for padding, left or right, which takes
+      no position and no slot; None: all are tokens.
     return_weights: whether to return the weights (..., h, t, s) too.
     implementation: see `multihead_attention`.
 
   Returns:
-    (..., t, out_features); with return_weights the pair of it and the weights.
+    (..., t, out_features); with return_weights the pair of it and the weights;
+    with a cache the pair of that and the new cache. With a cache s is the
+    number of its slots, for a window and t > 1 of window + t.
 
   Raises:
     ValueError: inputs, params or options do not fit the config.
   """
+  _check_sources(config, inputs_k, inputs_v)
+  _check_positions(config, inputs_k, input_positions, key_positions, cache)
+  x = jnp.asarray(inputs_q)
+  y = x if inputs_k is None else jnp.asarray(inputs_k)
+  z = y if inputs_v is None else jnp.asarray(inputs_v)
+  _check_inputs(config, x, y, z)
+  batch, h, t = x.shape[:-2], config.num_heads, x.shape[-2]
+  s = y.shape[-2]
+  if cache is not None:
+    check_cache(config, cache, math.prod(batch))
+    s = cache.slots
+  if inputs_k is None and key_positions is None:
+    key_positions = input_positions
+  mask, bias = heads.check_pairs(
+    batching.fold('mask', mask, batch),
+    batching.fold('bias', bias, batch),
+    (math.prod(batch), h, t, s),
+  )
+  scores = _Scores(
+    mask,
+    bias,
+    batching.positions('input_positions', input_positions, batch, t),
+    batching.positions('key_positions', key_positions, batch, s),
+    dropout,
+    return_weights,
+    implementation,
+  )
+  gates = None if head_gates is None else _gates(head_gates, h)
+  valid = _check_cached_call(cache, valid, scores, batch, t, inputs_k)
+  heads.pick(implementation)
+  check_dropout(dropout)
+  check_params(config.table, params)
+  dtype = compute_dtype(dtype, x, y, z, *jax.tree.leaves(params))
+  rows = Rows(config.table, params, dtype)
+  x, y, z = (batching.one_batch(a) for a in (x, y, z))
+  with matmul_precision(precision):
+    if cache is None:
+      q = config.queries(rows, x, scores.query_positions)
+      entries = config.entries(rows, y, z, scores.key_positions)
+      o, weights = config.attend(rows, q, entries, scores.core)
+    else:
+      o, weights, cache = _attend_cache(config, rows, x, cache, valid, scores)
+    if gates is not None:
+      o = o * gates.astype(o.dtype)
+    out = rows('out', o)
+  if cache is not None:
+    out = jnp.where(cache.overflowed[:, None, None], jnp.nan, out)
+  out = jnp.reshape(out, (*batch, t, out.shape[-1]))
+  if return_weights:
+    out = out, jnp.reshape(weights, (*batch, h, t, weights.shape[-1]))
+  return out if cache is None else (out, cache)
+
+
+def keys_values(
+  config: Any,
+  params: Any,
+  inputs_k: Any,
+  inputs_v: Any = None,
+  *,
+  key_positions: Any = None,
+  lengths: Any = None,
+  dtype: Any = None,
+  precision: Any = None,
+) -> StaticCache:
+  """What cross-attention attends to, projected once for many calls.
+
+  Args:
+    config: an `AttentionConfig`.
+    params: see `apply`.
+    inputs_k: (..., s, d'), the other sequence.
+    inputs_v: (..., s, d''); None: inputs_k.
+    key_positions: (..., s) or (s,) integers for RoPE; None: 0 .. s-1.
+    lengths: (...,) tokens of each row; None: all s.
+    dtype: the dtype to compute in, and of the entries.
+    precision: see `apply`.
+
+  Returns:
+    A cache for `apply(config, params, x, cache=cache)`.
+  """
+  _check_sources(config, inputs_k, inputs_v)
+  y = jnp.asarray(inputs_k)
+  z = y if inputs_v is None else jnp.asarray(inputs_v)
+  x = jnp.zeros((*y.shape[:-2], 0, config.d_model), y.dtype)
+  _check_inputs(config, x, y, z)
+  check_params(config.table, params)
+  batch, s = y.shape[:-2], y.shape[-2]
+  keys = batching.positions('key_positions', key_positions, batch, s)
+  dtype = compute_dtype(dtype, y, z, *jax.tree.leaves(params))
+  rows = Rows(config.table, params, dtype)
+  with matmul_precision(precision):
+    entries = config.entries(
+      rows, batching.one_batch(y), batching.one_batch(z), keys
+    )
+  full = jnp.full(math.prod(batch), s) if lengths is None else lengths
+  return StaticCache(entries, jnp.reshape(jnp.asarray(full), (-1,)))
+
+
+def _attend_cache(
+  config: AttentionConfig,
+  rows: Rows,
+  x: Array,
+  cache: Cache,
+  valid: Array | None,
+  scores: _Scores,
+) -> tuple[Array, Array | None, Cache]:
+  """The heads over a cache, extended by x unless it is static."""
+  if isinstance(cache, StaticCache):
+    view, at = cache.view(), scores.query_positions
+  else:
+    at = cache.positions(x.shape[1], valid)
+    cache, view = cache.extend(config.entries(rows, x, x, at), valid)
+    scores = dataclasses.replace(scores, query_positions=at)
+  core = scores.of_cache(cache, view, valid).core
+  o, weights = config.attend(
+    rows, config.queries(rows, x, at), view.entries, core
+  )
+  return o, weights, cache
+
+
+def _check_sources(config: Any, inputs_k: Any, inputs_v: Any) -> None:
+  """Raises a ValueError unless config and sources are of the right kind."""
   if not isinstance(config, AttentionConfig):
     raise ValueError(
       f'config={config!r} must be an AttentionConfig, as GroupedConfig(...)'
@@ -192,63 +252,71 @@ def apply(
       'inputs_v is given, but keys and values are made of inputs_k together; '
       'leave inputs_v None'
     )
-  self_attention = inputs_k is None
+
+
+def _check_positions(
+  config: AttentionConfig,
+  inputs_k: Any,
+  input_positions: Any,
+  key_positions: Any,
+  cache: Any,
+) -> None:
+  """Raises a ValueError where positions are one-sided, or the cache's own."""
   alone = input_positions is not None and key_positions is None
-  if config.rotary is not None and alone and not self_attention:
+  if config.rotary is not None and alone and inputs_k is not None:
     raise ValueError(
       'input_positions are given but key_positions are None, and RoPE turns '
       'the keys of inputs_k too; pass key_positions, or leave inputs_k None '
       'for self-attention'
     )
-  x = jnp.asarray(inputs_q)
-  y = x if self_attention else jnp.asarray(inputs_k)
-  z = y if inputs_v is None else jnp.asarray(inputs_v)
-  _check_inputs(config, x, y, z)
-  batch = x.shape[:-2]
-  h, t, s = config.num_heads, x.shape[-2], y.shape[-2]
-  if self_attention and key_positions is None:
-    key_positions = input_positions
-  queries = batching.positions('input_positions', input_positions, batch, t)
-  keys = batching.positions('key_positions', key_positions, batch, s)
-  mask, bias = heads.check_pairs(
-    batching.fold('mask', mask, batch),
-    batching.fold('bias', bias, batch),
-    (math.prod(batch), h, t, s),
+  if cache is None:
+    return
+  own = key_positions is not None or (
+    input_positions is not None and not isinstance(cache, StaticCache)
   )
-  gates = None if head_gates is None else _gates(head_gates, h)
-  heads.pick(implementation)
-  check_dropout(dropout)
-  check_params(config.table, params)
-  dtype = compute_dtype(dtype, x, y, z, *jax.tree.leaves(params))
-
-  def core(q: Any, k: Any, v: Any, **options: Any) -> Any:
-    out = heads.multihead_attention(
-      q,
-      k,
-      v,
-      mask=mask,
-      bias=bias,
-      query_positions=queries,
-      key_positions=keys,
-      dropout=dropout,
-      return_weights=return_weights,
-      implementation=implementation,
-      **options,
+  if own:
+    raise ValueError(
+      'input_positions and key_positions come from the cache; leave them None'
     )
-    return out if return_weights else (out, None)
 
-  rows = Rows(config.table, params, dtype)
-  x, y, z = (batching.one_batch(a) for a in (x, y, z))
-  with matmul_precision(precision):
-    q = config.queries(rows, x, queries)
-    o, weights = config.attend(rows, q, config.entries(rows, y, z, keys), core)
-    if gates is not None:
-      o = o * gates.astype(o.dtype)
-    out = rows('out', o)
-  out = jnp.reshape(out, (*batch, t, out.shape[-1]))
-  if weights is None:
-    return out
-  return out, jnp.reshape(weights, (*batch, h, t, s))
+
+def _check_cached_call(
+  cache: Any,
+  valid: Any,
+  scores: _Scores,
+  batch: tuple[int, ...],
+  t: int,
+  inputs_k: Any,
+) -> Array | None:
+  """`valid` as (b, t); a ValueError where a call does not go with its cache."""
+  if cache is None:
+    if valid is not None:
+      raise ValueError('valid is given without a cache; pass a mask instead')
+    return None
+  if inputs_k is not None:
+    raise ValueError(
+      'inputs_k is given with a cache, which holds the keys; pass inputs_q '
+      'alone, or project inputs_k once by keys_values'
+    )
+  if scores.dropout is not None:
+    raise ValueError(
+      'dropout is on with a cache; decoding has none: pass deterministic=True'
+    )
+  columns = scores.mask is not None and scores.mask.by_column
+  if cache.window is not None and (columns or scores.bias is not None):
+    raise ValueError(
+      'mask or bias goes by columns, which a WindowCache has not; use causal '
+      'and window masks, or a KVCache'
+    )
+  if valid is None:
+    return None
+  array = jnp.asarray(valid)
+  if array.dtype != jnp.bool_ or array.shape != (*batch, t):
+    raise ValueError(
+      f'valid of {array.dtype} and shape {array.shape} must be booleans of '
+      f'shape {(*batch, t)}, False for padding'
+    )
+  return jnp.reshape(array, (math.prod(batch), t))
 
 
 def _check_inputs(

@@ -74,6 +74,11 @@ class Mask:
     """Whether it compares positions."""
     return False
 
+  @property
+  def by_column(self) -> bool:
+    """Whether it goes by the columns of the call."""
+    return not self.by_position
+
   def __bool__(self) -> bool:
     raise ValueError('masks combine with & and |, not with `and` and `or`')
 
@@ -127,6 +132,10 @@ class _Pair(Mask):
   @property
   def by_position(self) -> bool:
     return self.left.by_position or self.right.by_position
+
+  @property
+  def by_column(self) -> bool:
+    return self.left.by_column or self.right.by_column
 
   def check(self, shape: tuple[int, int, int, int]) -> None:
     self.left.check(shape)

@@ -9,14 +9,14 @@ Source: Zadouri et al. 2025, Hardware-Efficient Attention for Fast Decoding.
 import dataclasses
 import functools
 
-from mha_jax.attention import checks, layer
-from mha_jax.attention.layer import Array, Core, Heads, Parts, Positions, Rows
+from mha_jax.attention import checks, config
+from mha_jax.attention.config import Array, Core, Heads, Parts, Positions, Rows
 from mha_jax.attention.projections import Projection, Table
 from mha_jax.attention.rope import Rope
 
 
 @dataclasses.dataclass(frozen=True)
-class TiedConfig(layer.AttentionConfig):
+class TiedConfig(config.AttentionConfig):
   """h heads over n states of head_dim features; rope None: no rotation."""
 
   d_model: int

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from mha_jax.attention import checks
+from mha_jax.attention.config import AttentionConfig
 from mha_jax.attention.grouped import GroupedConfig
 from mha_jax.attention.latent import LatentConfig
-from mha_jax.attention.layer import AttentionConfig
 from mha_jax.attention.tied import TiedConfig
 
 

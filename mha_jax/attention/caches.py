@@ -1,0 +1,283 @@
+"""What decoding keeps of past tokens: frozen pytrees that grow by `extend`.
+
+Entries are a variant's own, keys and values or a latent, heads first:
+(b, heads, slots, features). Every batch row has a length of its own. A new
+token's position is the number of tokens before it in its row; padding (False
+in `valid`) takes no position and no slot.
+
+  KVCache      a slot for each position, up to a capacity
+  LatentCache  the same for latent attention
+  WindowCache  a ring that holds the last `window` positions
+  StaticCache  what cross-attention attends to, projected once
+
+Writing past the capacity raises where the lengths are known. Where they are
+traced, what is stored stays, the length still advances, and the row's outputs
+are NaN from then on: see `overflowed`.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mha_jax.attention import checks
+from mha_jax.attention.config import AttentionConfig
+from mha_jax.attention.notation import Array
+
+Entries = tuple[Array, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class View:
+  """What the queries of a call may attend to.
+
+  Args:
+    entries: arrays (b, heads, s, features).
+    positions: (b, s) or (1, s), the position of each key.
+    usable: (b, s) or (1, s), False for slots that hold no token.
+  """
+
+  entries: Entries
+  positions: Array
+  usable: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+  """What all caches share.
+
+  Args:
+    entries: arrays (b, heads, slots, features).
+    lengths: (b,) tokens that each row has been given.
+  """
+
+  entries: Entries
+  lengths: Array
+
+  @property
+  def slots(self) -> int:
+    return self.entries[0].shape[2]
+
+  @property
+  def nbytes(self) -> int:
+    """The bytes of all entries."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in self.entries)
+
+  @property
+  def nbytes_per_token(self) -> int:
+    """The bytes of a slot of one row."""
+    return self.nbytes // (self.entries[0].shape[0] * self.slots)
+
+  @property
+  def window(self) -> int | None:
+    """How far back a query sees, itself included; None: to the beginning."""
+    return None
+
+  @property
+  def overflowed(self) -> Array:
+    """(b,) True for rows that were given more than they can hold."""
+    return jnp.zeros(self.lengths.shape, bool)
+
+  def positions(self, t: int, valid: Array | None = None) -> Array:
+    """The positions (b, t) of the next t tokens, of which some are padding."""
+    return self.lengths[:, None] + _ordinals(t, valid)
+
+  def extend(
+    self, new: Entries, valid: Array | None = None
+  ) -> tuple['Cache', View]:
+    """Appends entries.
+
+    Args:
+      new: arrays (b, heads, t, features).
+      valid: (b, t) False for padding, left or right; None: all are tokens.
+
+    Returns:
+      The new cache, and what the t queries may attend to.
+
+    Raises:
+      ValueError: a row would hold more than the capacity.
+    """
+    raise NotImplementedError
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache(Cache):
+  """A slot for each position, up to the capacity."""
+
+  @property
+  def overflowed(self) -> Array:
+    return self.lengths > self.slots
+
+  def extend(
+    self, new: Entries, valid: Array | None = None
+  ) -> tuple[Cache, View]:
+    t = new[0].shape[2]
+    lengths = self.lengths + _counts(t, valid)
+    _check_room(self.lengths, lengths, self.slots)
+    fits = (lengths <= self.slots)[:, None]
+    write = fits if valid is None else fits & valid
+    slots = jnp.where(write, self.positions(t, valid), self.slots)
+    entries = _write(self.entries, new, slots)
+    at = jnp.arange(self.slots)[None, :]
+    view = View(entries, at, at < lengths[:, None])
+    return dataclasses.replace(self, entries=entries, lengths=lengths), view
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LatentCache(KVCache):
+  """Latents and rotary keys of latent attention: r + p elements a token."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WindowCache(Cache):
+  """A ring of `window` slots: position i lies in slot i mod window.
+
+  It never overflows; a query sees the last `window` positions, its own
+  included, whatever the split into calls.
+  """
+
+  @property
+  def window(self) -> int:
+    return self.slots
+
+  def held(self, lengths: Array) -> Array:
+    """(b, slots) the position in each slot; negative where there is none."""
+    last = lengths[:, None] - 1
+    return last - (last - jnp.arange(self.slots)[None, :]) % self.slots
+
+  def extend(
+    self, new: Entries, valid: Array | None = None
+  ) -> tuple[Cache, View]:
+    t = new[0].shape[2]
+    positions = self.positions(t, valid)
+    lengths = self.lengths + _counts(t, valid)
+    write = positions >= lengths[:, None] - self.slots  # only the last ones
+    write = write if valid is None else write & valid
+    slots = jnp.where(write, positions % self.slots, self.slots)
+    entries = _write(self.entries, new, slots)
+    after = dataclasses.replace(self, entries=entries, lengths=lengths)
+    if t == 1:
+      at = self.held(lengths)
+      return after, View(entries, at, at >= 0)
+    # A chunk's first queries see what its last ones overwrite.
+    at = self.held(self.lengths)
+    both = tuple(
+      jnp.concatenate([old, x.astype(old.dtype)], axis=2)
+      for old, x in zip(self.entries, new, strict=True)
+    )
+    fresh = jnp.ones(positions.shape, bool) if valid is None else valid
+    return after, View(
+      both,
+      jnp.concatenate([at, positions], axis=1),
+      jnp.concatenate([at >= 0, fresh], axis=1),
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StaticCache(Cache):
+  """The entries of the whole other sequence, for cross-attention."""
+
+  def view(self) -> View:
+    at = jnp.arange(self.slots)[None, :]
+    return View(self.entries, at, at < self.lengths[:, None])
+
+
+def init_cache(
+  config: AttentionConfig,
+  batch_size: int,
+  capacity: int | None = None,
+  dtype: Any = jnp.float32,
+  *,
+  window: int | None = None,
+) -> Cache:
+  """An empty cache for a config, without any parameters.
+
+  Args:
+    config: the attention.
+    batch_size: rows b.
+    capacity: tokens that a row can hold; None with a window.
+    dtype: of the entries.
+    window: the slots of a ring (`WindowCache`) instead; None: no ring.
+
+  Raises:
+    ValueError: both or neither of capacity and window are given, or a size is
+      not positive.
+  """
+  if (capacity is None) == (window is None):
+    raise ValueError(
+      f'capacity={capacity} and window={window}: give one of the two, the '
+      'tokens that a row can hold or how far back it sees'
+    )
+  checks.positive('batch_size', batch_size)
+  slots = capacity if window is None else window
+  checks.positive('capacity' if window is None else 'window', slots)
+  if window is not None:
+    kind: type[Cache] = WindowCache
+  else:
+    kind = LatentCache if config.keeps_latent else KVCache
+  entries = tuple(
+    jnp.zeros((batch_size, heads, slots, features), dtype)
+    for heads, features in config.entry_shapes
+  )
+  return kind(entries, jnp.zeros(batch_size, jnp.int32))
+
+
+def check_cache(config: AttentionConfig, cache: Any, batch: int) -> None:
+  """Raises a ValueError unless a cache fits the config and the batch."""
+  if not isinstance(cache, Cache):
+    raise ValueError(
+      f'cache={cache!r} must be a cache, as init_cache makes it, or None'
+    )
+  got = [(x.shape[0], x.shape[1], x.shape[3]) for x in cache.entries]
+  wanted = [(batch, *shape) for shape in config.entry_shapes]
+  if got != wanted:
+    raise ValueError(
+      f'cache has entries (b, heads, features) {got}, but config and inputs '
+      f'ask for {wanted}; was it made for another config or batch size?'
+    )
+
+
+def _ordinals(t: int, valid: Array | None) -> Array:
+  """(b, t) or (1, t): how many tokens stand before each."""
+  if valid is None:
+    return jnp.arange(t)[None, :]
+  return jnp.cumsum(valid, axis=1, dtype=jnp.int32) - valid.astype(jnp.int32)
+
+
+def _counts(t: int, valid: Array | None) -> Any:
+  """How many tokens each row is given."""
+  return t if valid is None else jnp.sum(valid, axis=1, dtype=jnp.int32)
+
+
+def _check_room(before: Array, after: Array, capacity: int) -> None:
+  """Raises a ValueError for rows past the capacity, where lengths are known."""
+  if isinstance(after, jax.core.Tracer):
+    return
+  full = np.flatnonzero(np.asarray(after) > capacity)
+  if full.size:
+    row = int(full[0])
+    raise ValueError(
+      f'cache row {row} holds {int(before[row])} tokens of capacity={capacity} '
+      f'and cannot take {int(after[row] - before[row])} more; make it with a '
+      f'capacity of {int(np.max(np.asarray(after)))} or more'
+    )
+
+
+def _write(entries: Entries, new: Entries, slots: Array) -> Entries:
+  """Puts token j of row b into slots[b, j]; a slot past the end: nowhere."""
+
+  def row(old: Array, x: Array, at: Array) -> Array:
+    return old.at[:, at].set(x.astype(old.dtype), mode='drop')
+
+  return tuple(
+    jax.vmap(row)(old, x, slots) for old, x in zip(entries, new, strict=True)
+  )
