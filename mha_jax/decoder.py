@@ -16,9 +16,20 @@ import jax
 import jax.numpy as jnp
 
 import mha_jax.linen as mha
-from mha_jax.attention import AttentionConfig, Rope, checks, masks, variants
+from mha_jax.attention import (
+  AttentionConfig,
+  Rope,
+  checks,
+  init_cache,
+  masks,
+  variants,
+)
 from mha_jax.attention.arguments import as_positions
+from mha_jax.attention.caches import Cache
 from mha_jax.attention.dtypes import wide_dtype
+from mha_jax.generation import generate
+
+__all__ = ['Block', 'DecoderConfig', 'DecoderLM', 'generate']
 
 POSITIONS = ('learned', 'rope', 'none')
 DTYPES = ('float32', 'bfloat16', 'float16', 'float64')
@@ -140,7 +151,9 @@ class Block(nn.Module):
     input_positions: jax.Array | None,
     head_gates: jax.Array | None,
     sow_weights: bool,
-  ) -> jax.Array:
+    cache: Cache | None = None,
+    valid: jax.Array | None = None,
+  ) -> tuple[jax.Array, Cache | None]:
     config = self.config
     attention = mha.Attention(
       config.attention_config,
@@ -148,16 +161,20 @@ class Block(nn.Module):
       dtype=config.dtype,
       name='attention',
     )
-    x = x + attention(
+    y = attention(
       nn.RMSNorm(dtype=config.dtype, name='attention_norm')(x),
       mask=mask,
       deterministic=deterministic,
-      input_positions=input_positions,
+      input_positions=input_positions if cache is None else None,
       head_gates=head_gates,
       sow_weights=sow_weights,
+      cache=cache,
+      valid=valid,
     )
+    y, cache = (y, None) if cache is None else y
+    x = x + y
     if config.mlp_dim == 0:
-      return x
+      return x, cache
     y = nn.RMSNorm(dtype=config.dtype, name='mlp_norm')(x)
     y = nn.Dense(
       config.mlp_dim, config.use_bias, dtype=config.dtype, name='mlp_in'
@@ -165,7 +182,7 @@ class Block(nn.Module):
     y = nn.Dense(
       config.d_model, config.use_bias, dtype=config.dtype, name='mlp_out'
     )(nn.gelu(y))
-    return x + y
+    return x + y, cache
 
 
 class DecoderLM(nn.Module):
@@ -187,7 +204,9 @@ class DecoderLM(nn.Module):
     input_positions: Any = None,
     head_gates: Any = None,
     sow_weights: bool = False,
-  ) -> jax.Array:
+    cache: tuple[Cache, ...] | None = None,
+    valid: Any = None,
+  ) -> Any:
     """Predicts the next token at every position.
 
     Args:
@@ -198,9 +217,12 @@ class DecoderLM(nn.Module):
       input_positions: (b, t) or (t,) integers; None: 0 .. t-1.
       head_gates: (num_layers, h) factors of each head's output.
       sow_weights: whether the attention weights go to 'intermediates'.
+      cache: a cache for each layer, from `init_cache`; tokens continue it.
+      valid: (b, t) with a cache, False for padding; None: all are tokens.
 
     Returns:
-      Logits (b, t, m) in float32, or float64 for float64.
+      Logits (b, t, m) in float32, or float64 for float64; with a cache the pair
+      of them and the new cache.
 
     Raises:
       ValueError: tokens are no integers (b, t), or longer than max_len.
@@ -213,6 +235,12 @@ class DecoderLM(nn.Module):
         f'{tokens.shape}'
       )
     b, t = tokens.shape
+    if cache is not None:
+      if input_positions is not None:
+        raise ValueError('input_positions come from the cache; leave them None')
+      _check_layers(config, cache)
+      valid = None if valid is None else jnp.asarray(valid)
+      input_positions = cache[0].positions(t, valid)
     input_positions = as_positions(
       'input_positions', input_positions, (b, t), (1, t), (t,)
     )
@@ -222,7 +250,7 @@ class DecoderLM(nn.Module):
       config.vocab_size, config.d_model, dtype=config.dtype, name='embed'
     )(tokens)
     if config.positions == 'learned':
-      if t > config.max_len:
+      if cache is None and t > config.max_len:
         raise ValueError(
           f'tokens of length {t} exceed max_len={config.max_len} learned '
           "positions; raise max_len or use positions='rope'"
@@ -235,15 +263,62 @@ class DecoderLM(nn.Module):
       )(rows)
     extra = masks.as_mask(masks.from_numbers(mask))
     allowed = masks.causal() if extra is None else masks.causal() & extra
+    after = []
     for layer in range(config.num_layers):
-      x = Block(config, name=f'block_{layer}')(
-        x, allowed, deterministic, input_positions, gates[layer], sow_weights
+      x, kept = Block(config, name=f'block_{layer}')(
+        x,
+        allowed,
+        deterministic,
+        input_positions,
+        gates[layer],
+        sow_weights,
+        None if cache is None else cache[layer],
+        valid,
       )
+      after.append(kept)
     x = nn.RMSNorm(dtype=config.dtype, name='norm')(x)
     logits = nn.Dense(
       config.vocab_size, use_bias=False, dtype=config.dtype, name='output'
     )(x)
-    return logits.astype(wide_dtype(logits.dtype))
+    logits = logits.astype(wide_dtype(logits.dtype))
+    return logits if cache is None else (logits, tuple(after))
+
+  def init_cache(
+    self,
+    batch_size: int,
+    capacity: int | None = None,
+    dtype: Any = None,
+    *,
+    window: int | None = None,
+  ) -> tuple[Cache, ...]:
+    """An empty cache for each layer, see `mha_jax.attention.init_cache`.
+
+    Args:
+      batch_size: rows b.
+      capacity: tokens that a row can hold; None with a window.
+      dtype: of the entries; None: the dtype that the model computes in.
+      window: the slots of a ring instead.
+    """
+    config = self.config
+    return tuple(
+      init_cache(
+        config.attention_config,
+        batch_size,
+        capacity,
+        dtype or config.dtype,
+        window=window,
+      )
+      for _ in range(config.num_layers)
+    )
+
+
+def _check_layers(config: DecoderConfig, cache: Any) -> None:
+  """Raises a ValueError unless there is a cache for each layer."""
+  if not isinstance(cache, tuple) or len(cache) != config.num_layers:
+    raise ValueError(
+      f'cache must be a tuple of num_layers={config.num_layers} caches, as '
+      f'init_cache makes it; got {type(cache).__name__}'
+    )
 
 
 def _gates_by_layer(

@@ -25,11 +25,15 @@ from mha_jax.attention import (
   AttentionConfig,
   Dropout,
   Rope,
+  StaticCache,
   apply,
   checks,
+  init_cache,
+  keys_values,
   masks,
   variants,
 )
+from mha_jax.attention.caches import Cache
 from mha_jax.attention.projections import INITIALIZERS, Initializer, Row
 
 __all__ = [
@@ -82,7 +86,6 @@ class _Shell(nn.Module):
     """The shape of the attention, by the module's fields and its inputs."""
     raise NotImplementedError
 
-  @nn.compact
   def __call__(
     self,
     inputs_q: Any,
@@ -98,8 +101,10 @@ class _Shell(nn.Module):
     key_positions: Any = None,
     bias: Any = None,
     head_gates: Any = None,
-  ) -> jax.Array:
-    """Attends from inputs_q to inputs_k.
+    cache: Any = None,
+    valid: Any = None,
+  ) -> Any:
+    """Attends from inputs_q to inputs_k, or to a cache.
 
     Args:
       inputs_q: (..., t, d).
@@ -118,9 +123,11 @@ class _Shell(nn.Module):
         where inputs_k is None.
       bias: added to the scores, broadcasts to (..., h, t, s).
       head_gates: (h,) factors of each head's output.
+      cache: from `init_cache` or `keys_values`; see `mha_jax.attention.apply`.
+      valid: (..., t) with a cache, False for padding.
 
     Returns:
-      (..., t, out_features).
+      (..., t, out_features); with a cache the pair of it and the new cache.
 
     Raises:
       ValueError: inputs or options do not fit.
@@ -129,7 +136,7 @@ class _Shell(nn.Module):
     config = self.config_for(inputs_q, inputs_k, inputs_v)
     out = apply(
       config,
-      {name: self._params(name, row) for name, row in config.table.items()},
+      self._params(config),
       inputs_q,
       inputs_k,
       inputs_v,
@@ -141,24 +148,75 @@ class _Shell(nn.Module):
       head_gates=head_gates,
       dtype=self.dtype,
       precision=self.precision,
+      cache=cache,
+      valid=valid,
       return_weights=sow_weights,
       implementation=self.implementation,
     )
+    out, after = (out, None) if cache is None else out
     if sow_weights:
       out, weights = out
       self.sow('intermediates', 'attention_weights', weights)
-    return out
+    return out if cache is None else (out, after)
 
-  def _params(self, name: str, row: Row) -> dict[str, jax.Array]:
-    """The parameters of a row, from a submodule of its name."""
-    initializers = flax_arguments.initializers_for(
-      name,
-      self.kernel_init,
-      self.out_kernel_init,
-      self.bias_init,
-      self.out_bias_init,
+  def keys_values(
+    self,
+    inputs_k: Any,
+    inputs_v: Any = None,
+    *,
+    key_positions: Any = None,
+    lengths: Any = None,
+  ) -> StaticCache:
+    """What cross-attention attends to, projected once for many calls.
+
+    `module.apply(variables, y, method='keys_values')`; the width of inputs_q
+    is taken to be that of inputs_k. See `mha_jax.attention.keys_values`.
+    """
+    config = self.config_for(inputs_k, inputs_k, inputs_v)
+    return keys_values(
+      config,
+      self._params(config),
+      inputs_k,
+      inputs_v,
+      key_positions=key_positions,
+      lengths=lengths,
+      dtype=self.dtype,
+      precision=self.precision,
     )
-    return Parameters(row, initializers, self.param_dtype, name=name)()
+
+  def cache_config(self) -> AttentionConfig:
+    """A config with the sizes that a cache needs, without any inputs."""
+    raise NotImplementedError
+
+  def init_cache(
+    self,
+    batch_size: int,
+    capacity: int | None = None,
+    dtype: Any = jnp.float32,
+    *,
+    window: int | None = None,
+  ) -> Cache:
+    """An empty cache, without variables; see `mha_jax.attention.init_cache`."""
+    return init_cache(
+      self.cache_config(), batch_size, capacity, dtype, window=window
+    )
+
+  @nn.compact
+  def _params(self, config: AttentionConfig) -> dict[str, dict[str, jax.Array]]:
+    """The parameters of each row, from a submodule of its name."""
+    params = {}
+    for name, row in config.table.items():
+      initializers = flax_arguments.initializers_for(
+        name,
+        self.kernel_init,
+        self.out_kernel_init,
+        self.bias_init,
+        self.out_bias_init,
+      )
+      params[name] = Parameters(
+        row, initializers, self.param_dtype, name=name
+      )()
+    return params
 
   def _dropout(
     self, deterministic: bool | None, key: jax.Array | None
@@ -206,6 +264,9 @@ class Attention(_Shell):
   def config_for(
     self, inputs_q: Any, inputs_k: Any, inputs_v: Any
   ) -> AttentionConfig:
+    return self.config
+
+  def cache_config(self) -> AttentionConfig:
     return self.config
 
 
@@ -299,6 +360,15 @@ class GroupedQueryAttention(_Shell):
       logit_softcap=self.logit_softcap,
     )
 
+  def cache_config(self) -> AttentionConfig:
+    k = variants.head_dim_of(self.num_heads, self.qkv_features, self.head_dim)
+    if k is None:
+      raise ValueError(
+        'head_dim=None and qkv_features=None: without inputs a cache needs one '
+        'of them'
+      )
+    return self.config_for(*[jnp.zeros((1, self.num_heads * k))] * 3)
+
 
 class MultiHeadAttention(GroupedQueryAttention):
   """Attention with a key/value head for each query head.
@@ -391,6 +461,15 @@ class MultiHeadLatentAttention(_Shell):
       logit_softcap=self.logit_softcap,
       form=self.form,
     )
+
+  def cache_config(self) -> AttentionConfig:
+    k = self.qk_nope_head_dim
+    if k is None and self.qk_rope_head_dim is None and self.rope is not None:
+      raise ValueError(
+        'qk_rope_head_dim=None and qk_nope_head_dim=None: without inputs a '
+        'cache needs one of them'
+      )
+    return self.config_for(*[jnp.zeros((1, self.num_heads * (k or 1)))] * 3)
 
 
 def attention_fn(

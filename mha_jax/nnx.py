@@ -28,12 +28,16 @@ from mha_jax.attention import (
   AttentionConfig,
   Dropout,
   Rope,
+  StaticCache,
   apply,
   batching,
   checks,
+  init_cache,
+  keys_values,
   masks,
   variants,
 )
+from mha_jax.attention.caches import Cache
 from mha_jax.attention.projections import INITIALIZERS, Initializer, Row
 
 __all__ = [
@@ -180,8 +184,10 @@ class Attention(nnx.Module):
     key_positions: Any = None,
     bias: Any = None,
     head_gates: Any = None,
-  ) -> jax.Array:
-    """Attends from inputs_q to inputs_k.
+    cache: Any = None,
+    valid: Any = None,
+  ) -> Any:
+    """Attends from inputs_q to inputs_k, or to a cache.
 
     Args:
       inputs_q: (..., t, d).
@@ -201,9 +207,11 @@ class Attention(nnx.Module):
         where inputs_k is None.
       bias: added to the scores, broadcasts to (..., h, t, s).
       head_gates: (h,) factors of each head's output.
+      cache: from `init_cache` or `keys_values`; see `mha_jax.attention.apply`.
+      valid: (..., t) with a cache, False for padding.
 
     Returns:
-      (..., t, out_features).
+      (..., t, out_features); with a cache the pair of it and the new cache.
 
     Raises:
       ValueError: inputs or options do not fit.
@@ -218,7 +226,7 @@ class Attention(nnx.Module):
       )
     out = apply(
       self.config,
-      {name: getattr(self, name)() for name in self.row_names},
+      self._params(),
       inputs_q,
       inputs_k,
       inputs_v,
@@ -230,13 +238,50 @@ class Attention(nnx.Module):
       head_gates=head_gates,
       dtype=self.dtype,
       precision=self.precision,
+      cache=cache,
+      valid=valid,
       return_weights=sow_weights,
       implementation=self.implementation,
     )
+    out, after = (out, None) if cache is None else out
     if sow_weights:
       out, weights = out
       self.sow(nnx.Intermediate, 'attention_weights', weights)
-    return out
+    return out if cache is None else (out, after)
+
+  def keys_values(
+    self,
+    inputs_k: Any,
+    inputs_v: Any = None,
+    *,
+    key_positions: Any = None,
+    lengths: Any = None,
+  ) -> StaticCache:
+    """What cross-attention attends to, see `mha_jax.attention.keys_values`."""
+    return keys_values(
+      self.config,
+      self._params(),
+      inputs_k,
+      inputs_v,
+      key_positions=key_positions,
+      lengths=lengths,
+      dtype=self.dtype,
+      precision=self.precision,
+    )
+
+  def init_cache(
+    self,
+    batch_size: int,
+    capacity: int | None = None,
+    dtype: Any = jnp.float32,
+    *,
+    window: int | None = None,
+  ) -> Cache:
+    """An empty cache, see `mha_jax.attention.init_cache`."""
+    return init_cache(self.config, batch_size, capacity, dtype, window=window)
+
+  def _params(self) -> dict[str, dict[str, jax.Array]]:
+    return {name: getattr(self, name)() for name in self.row_names}
 
   def set_view(
     self, deterministic: bool | None = None, decode: bool | None = None

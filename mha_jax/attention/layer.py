@@ -165,9 +165,10 @@ def apply(
   if cache is not None:
     out = jnp.where(cache.overflowed[:, None, None], jnp.nan, out)
   out = jnp.reshape(out, (*batch, t, out.shape[-1]))
-  if return_weights:
-    out = out, jnp.reshape(weights, (*batch, h, t, weights.shape[-1]))
-  return out if cache is None else (out, cache)
+  result: Any = out
+  if weights is not None:
+    result = out, jnp.reshape(weights, (*batch, h, t, weights.shape[-1]))
+  return result if cache is None else (result, cache)
 
 
 def keys_values(

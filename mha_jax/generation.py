@@ -1,0 +1,208 @@
+"""Generation: a prompt's tokens go in at once, new ones one by one.
+
+The whole of it, prefill, sampling and caches, is one compiled program for each
+shape of prompts.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mha_jax.attention import checks
+
+NEGATIVE = -jnp.inf
+
+
+def generate(
+  model: Any,
+  variables: Any,
+  prompts: Any,
+  *,
+  max_new_tokens: int,
+  lengths: Any = None,
+  temperature: float = 0.0,
+  top_k: int | None = None,
+  top_p: float | None = None,
+  stop_tokens: tuple[int, ...] = (),
+  pad_token: int = 0,
+  key: jax.Array | None = None,
+  capacity: int | None = None,
+  cache: Any = None,
+) -> Any:
+  """Continues prompts.
+
+  Args:
+    model: a module with `init_cache` whose call takes tokens, cache and valid,
+      for instance `DecoderLM`.
+    variables: its variables.
+    prompts: (b, t) tokens; a shorter prompt is padded on the right.
+    max_new_tokens: the number of new tokens of each row.
+    lengths: (b,) tokens of each prompt, at least 1; None: all t.
+    temperature: 0 takes the likeliest token; else logits are divided by it.
+    top_k: samples from the k likeliest tokens; None: from all.
+    top_p: samples from the likeliest tokens that together have probability
+      top_p (the one that passes it included); None: from all.
+    stop_tokens: a row ends with the first of them; `pad_token` follows.
+    pad_token: what stands behind a row's end.
+    key: a random key; needed for temperature > 0.
+    capacity: slots of the cache that is made; None: just enough.
+    cache: a cache for each layer to continue from; donated. None: a new one.
+
+  Returns:
+    New tokens (b, max_new_tokens), and their number in each row (b,), a stop
+    token included. With a cache also the new cache, which does not yet hold
+    the last token of each row.
+
+  Raises:
+    ValueError: prompts and new tokens exceed the capacity, or an option does
+      not fit. Before anything is traced.
+  """
+  prompts = jnp.asarray(prompts)
+  if prompts.ndim != 2 or not jnp.issubdtype(prompts.dtype, jnp.integer):
+    raise ValueError(
+      f'prompts must be integers of shape (b, t), got {prompts.dtype} of shape '
+      f'{prompts.shape}'
+    )
+  b, t = prompts.shape
+  lengths = np.full(b, t) if lengths is None else np.asarray(lengths)
+  if lengths.shape != (b,) or np.any(lengths < 1) or np.any(lengths > t):
+    raise ValueError(
+      f'lengths={lengths.tolist()} must be {b} numbers from 1 to t={t}'
+    )
+  checks.positive('max_new_tokens', max_new_tokens)
+  checks.real('temperature', temperature, 0, 1e6)
+  if top_k is not None:
+    checks.positive('top_k', top_k)
+  if top_p is not None:
+    checks.real('top_p', top_p, 1e-9, 1)
+  if temperature > 0 and key is None:
+    raise ValueError(
+      f'key=None with temperature={temperature}: pass a random key, or '
+      'temperature=0 for the likeliest tokens'
+    )
+  # The last new token is returned and never enters the cache.
+  needed = int(lengths.max()) + max_new_tokens - 1
+  if cache is None:
+    _check_room('capacity', capacity, needed)
+  else:
+    for layer in cache:
+      held = np.asarray(layer.lengths) + lengths + max_new_tokens - 1
+      if layer.window is None:
+        _check_room('capacity of the cache', layer.slots, int(held.max()))
+  out = _generate(
+    model,
+    variables,
+    prompts,
+    jnp.asarray(lengths),
+    jax.random.key(0) if key is None else key,
+    max(float(temperature), 1e-6),
+    1.0 if top_p is None else float(top_p),
+    cache,
+    max_new_tokens=max_new_tokens,
+    greedy=temperature == 0,
+    top_k=top_k,
+    stop_tokens=tuple(stop_tokens),
+    pad_token=pad_token,
+    capacity=max(capacity or 0, needed),
+  )
+  return out if cache is not None else out[:2]
+
+
+def _check_room(name: str, capacity: int | None, needed: int) -> None:
+  """Raises a ValueError where the tokens do not fit."""
+  if capacity is not None and capacity < needed:
+    raise ValueError(
+      f'{name}={capacity} is less than the {needed} tokens of prompt and '
+      'max_new_tokens; raise it, or generate fewer'
+    )
+
+
+@functools.partial(
+  jax.jit,
+  static_argnames=(
+    'model',
+    'max_new_tokens',
+    'greedy',
+    'top_k',
+    'stop_tokens',
+    'pad_token',
+    'capacity',
+  ),
+  donate_argnames=('cache',),
+)
+def _generate(
+  model: Any,
+  variables: Any,
+  prompts: jax.Array,
+  lengths: jax.Array,
+  key: jax.Array,
+  temperature: jax.Array,
+  top_p: jax.Array,
+  cache: Any,
+  *,
+  max_new_tokens: int,
+  greedy: bool,
+  top_k: int | None,
+  stop_tokens: tuple[int, ...],
+  pad_token: int,
+  capacity: int,
+) -> tuple[jax.Array, jax.Array, Any]:
+  """Prefill, then a token a step until every row has ended."""
+  b, t = prompts.shape
+  if cache is None:
+    cache = model.init_cache(b, capacity)
+  valid = jnp.arange(t)[None, :] < lengths[:, None]
+  logits, cache = model.apply(variables, prompts, cache=cache, valid=valid)
+  last = jnp.take_along_axis(logits, (lengths - 1)[:, None, None], axis=1)[:, 0]
+
+  def choose(i: Any, logits: jax.Array, done: jax.Array) -> Any:
+    """The next token of each row, and which rows have ended."""
+    token = jnp.argmax(logits, axis=-1)
+    if not greedy:
+      scores = restrict(logits / temperature, top_k, top_p)
+      token = jax.random.categorical(jax.random.fold_in(key, i), scores)
+    token = jnp.where(done, pad_token, token).astype(prompts.dtype)
+    stops = jnp.asarray(stop_tokens, prompts.dtype)
+    return token, done | jnp.isin(token, stops)
+
+  def running(state: Any) -> jax.Array:
+    i, _, done, *_ = state
+    return (i < max_new_tokens) & ~jnp.all(done)
+
+  def step(state: Any) -> Any:
+    i, token, done, cache, tokens, count = state
+    logits, cache = model.apply(
+      variables, token[:, None], cache=cache, valid=~done[:, None]
+    )
+    count = count + ~done
+    token, done = choose(i, logits[:, 0], done)
+    return i + 1, token, done, cache, tokens.at[:, i].set(token), count
+
+  token, done = choose(0, last, jnp.zeros(b, bool))
+  tokens = jnp.full((b, max_new_tokens), pad_token, prompts.dtype)
+  tokens = tokens.at[:, 0].set(token)
+  state = (1, token, done, cache, tokens, jnp.ones(b, jnp.int32))
+  *_, cache, tokens, count = jax.lax.while_loop(running, step, state)
+  return tokens, count, cache
+
+
+def restrict(
+  logits: jax.Array, top_k: int | None, top_p: Any = 1.0
+) -> jax.Array:
+  """Logits (..., m) with -inf outside the top k, then outside the top p.
+
+  Top p keeps the likeliest tokens up to and with the one by which their
+  probabilities, of what top k left, sum to top_p. Source: Holtzman et al. 2020.
+  """
+  if top_k is not None and top_k < logits.shape[-1]:
+    bound = jax.lax.top_k(logits, top_k)[0][..., -1:]
+    logits = jnp.where(logits >= bound, logits, NEGATIVE)
+  order = jnp.flip(jnp.argsort(logits, axis=-1), axis=-1)
+  probabilities = jnp.take_along_axis(jax.nn.softmax(logits), order, axis=-1)
+  before = jnp.cumsum(probabilities, axis=-1) - probabilities
+  places = jnp.argsort(order, axis=-1)
+  keep = jnp.take_along_axis(before < top_p, places, axis=-1)
+  return jnp.where(keep, logits, NEGATIVE)
