@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from mha_jax.attention import Dropout, batching, checks, masks
 from mha_jax.attention.dot_product import dot_product_attention
 from mha_jax.attention.dtypes import compute_dtype, matmul_precision
-from mha_jax.attention.projections import INITIALIZERS, Initializer
+from mha_jax.attention.projections import Initializer, Row
 
 _PRODUCTS = (
   "use precision=, or Flax's own module with attention_fn=attention_fn from "
@@ -64,6 +64,7 @@ def refuse(
 
 def initializers_for(
   name: str,
+  row: Row,
   kernel_init: Initializer,
   out_kernel_init: Initializer | None,
   bias_init: Initializer,
@@ -73,7 +74,7 @@ def initializers_for(
   if name == 'out':
     kernel_init = out_kernel_init or kernel_init
     bias_init = out_bias_init or bias_init
-  return {**INITIALIZERS, 'kernel': kernel_init, 'bias': bias_init}
+  return {**row.initializers, 'kernel': kernel_init, 'bias': bias_init}
 
 
 def check_axis_names(name: str, names: Any, shape: tuple[int, ...]) -> None:

@@ -208,6 +208,7 @@ class _Shell(nn.Module):
     for name, row in config.table.items():
       initializers = flax_arguments.initializers_for(
         name,
+        row,
         self.kernel_init,
         self.out_kernel_init,
         self.bias_init,
@@ -343,7 +344,7 @@ class GroupedQueryAttention(_Shell):
     )
     x, y, z = variants.widths(inputs_q, inputs_k, inputs_v)
     return variants.build(
-      self.kind,
+      variants.kind_of(self.kind, self.num_heads, self.num_kv_heads),
       d_model=x,
       num_heads=self.num_heads,
       num_kv_heads=self.num_kv_heads,

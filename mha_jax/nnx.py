@@ -149,7 +149,7 @@ class Attention(nnx.Module):
     self.row_names = tuple(config.table)
     for name, row in config.table.items():
       initializers = flax_arguments.initializers_for(
-        name, kernel_init, out_kernel_init, bias_init, out_bias_init
+        name, row, kernel_init, out_kernel_init, bias_init, out_bias_init
       )
       metadata = {
         'kernel': kernel_metadata,
@@ -414,7 +414,7 @@ class GroupedQueryAttention(Attention):
     del broadcast_dropout
     super().__init__(
       variants.build(
-        self.kind,
+        variants.kind_of(self.kind, num_heads, num_kv_heads),
         d_model=in_features,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,

@@ -23,6 +23,7 @@ from mha_jax.attention.masks import Mask
 from mha_jax.attention.norms import Norm
 from mha_jax.attention.projections import (
   Projection,
+  Row,
   init_table,
   num_params,
 )
@@ -47,6 +48,7 @@ __all__ = [
   'Norm',
   'Projection',
   'Rope',
+  'Row',
   'StaticCache',
   'TiedConfig',
   'WindowCache',

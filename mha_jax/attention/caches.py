@@ -41,9 +41,9 @@ class View:
     usable: (b, s) or (1, s), False for slots that hold no token.
   """
 
-  entries: Entries
-  positions: Array
-  usable: Array
+  entries: Any  # (b, heads, s, features) each
+  positions: Any  # (b, s) or (1, s)
+  usable: Any  # likewise
 
 
 @jax.tree_util.register_dataclass
@@ -56,8 +56,8 @@ class Cache:
     lengths: (b,) tokens that each row has been given.
   """
 
-  entries: Entries
-  lengths: Array
+  entries: Any  # (b, heads, slots, features) each
+  lengths: Any  # (b,)
 
   @property
   def slots(self) -> int:

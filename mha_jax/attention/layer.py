@@ -31,7 +31,15 @@ class _Scores:
   return_weights: bool
   implementation: str
 
-  def core(self, q: Parts, k: Any, v: Array, **options: Any) -> Heads:
+  def core(
+    self,
+    q: Parts,
+    k: Any,
+    v: Array,
+    *,
+    scale: float | Array | None = None,
+    logit_softcap: float | None = None,
+  ) -> Heads:
     """`multihead_attention` with all of this filled in."""
     out = heads.multihead_attention(
       q,
@@ -44,7 +52,8 @@ class _Scores:
       dropout=self.dropout,
       return_weights=self.return_weights,
       implementation=self.implementation,
-      **options,
+      scale=scale,
+      logit_softcap=logit_softcap,
     )
     return out if self.return_weights else (out, None)
 

@@ -95,22 +95,30 @@ class Mask:
       ■ where a query may attend to a key, · where it may not.
     """
 
-    def pick(leaf: Array) -> Array:
-      for name, index, size in (
-        ('batch', batch, leaf.shape[0]),
-        ('head', head, leaf.shape[1]),
-      ):
-        if size > 1:
-          checks.whole(name, index, 0, size - 1)
-      return leaf[batch % leaf.shape[0], head % leaf.shape[1]]
+    allowed = np.asarray(self.array(t, s))
+    for name, index, size in zip(
+      ('batch', 'head'), (batch, head), allowed.shape, strict=False
+    ):
+      if size > 1:
+        checks.whole(name, index, 0, size - 1)
+    rows = allowed[batch % allowed.shape[0], head % allowed.shape[1]]
+    return '\n'.join(' '.join('■' if x else '·' for x in row) for row in rows)
 
-    single = jax.tree.map(pick, self)
-    allowed = single.evaluate(Axis(t), Axis(s))
-    checks.broadcast('mask', allowed.shape, (t, s), 'ts')
-    allowed = np.broadcast_to(allowed, (t, s))
-    return '\n'.join(
-      ' '.join('■' if x else '·' for x in row) for row in allowed
-    )
+  def array(self, t: int, s: int) -> Bool[Array, '_ _ t s']:
+    """The mask as booleans (b, h, t, s), b and h of size 1 where shared."""
+    leaves = jax.tree.leaves(self)
+    sizes = [max((x.shape[i] for x in leaves), default=1) for i in (0, 1)]
+    self.check((sizes[0], sizes[1], t, s))
+
+    def spread(leaf: Array) -> Array:
+      return jnp.broadcast_to(leaf, (*sizes, *leaf.shape[2:]))
+
+    def one(mask: Mask) -> Array:
+      return jnp.broadcast_to(mask.evaluate(Axis(t), Axis(s)), (t, s))
+
+    if not leaves:
+      return one(self)[None, None]
+    return jax.vmap(jax.vmap(one))(jax.tree.map(spread, self))
 
 
 def _operand(other: Any) -> Mask:

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -44,6 +45,11 @@ class Row:
     return self.shapes
 
   @property
+  def initializers(self) -> Mapping[str, Initializer]:
+    """The default initialiser of each parameter, by name."""
+    return INITIALIZERS
+
+  @property
   def logical_axes(self) -> dict[str, tuple[str, ...]]:
     """The logical axis name of every dimension of every parameter."""
     raise NotImplementedError
@@ -67,17 +73,18 @@ class Row:
   def init(
     self,
     key: Array,
-    initializers: Mapping[str, Initializer] = INITIALIZERS,
+    initializers: Mapping[str, Initializer] = MappingProxyType({}),
     dtype: Any = jnp.float32,
   ) -> dict[str, Array]:
     """Draws the parameters.
 
     Args:
       key: a random key.
-      initializers: by parameter name; see `INITIALIZERS`.
+      initializers: by parameter name, in place of the row's own.
       dtype: of the parameters.
     """
     keys = jax.random.split(key, len(self.shapes))
+    initializers = {**self.initializers, **initializers}
     return {
       name: jnp.reshape(
         initializers[name](key, self.init_shapes[name], dtype), shape
@@ -251,12 +258,16 @@ Table = Mapping[str, Row]
 
 
 def init_table(
-  table: Table,
+  table: Any,
   key: Array,
-  initializers: Mapping[str, Initializer] = INITIALIZERS,
+  initializers: Mapping[str, Initializer] = MappingProxyType({}),
   dtype: Any = jnp.float32,
 ) -> dict[str, dict[str, Array]]:
   """Draws the parameters of every row: `{name: {parameter: array}}`."""
+  if not isinstance(table, Mapping):
+    raise ValueError(
+      f'table={table!r} must be a table of rows; pass config.table'
+    )
   keys = jax.random.split(key, len(table))
   return {
     name: row.init(key, initializers, dtype)

@@ -20,11 +20,13 @@ class Variant:
   Args:
     config: its class of configs.
     fixed: fields that the name settles, such as one key/value head for 'mqa'.
+    equal: fields that the name makes equal to another, where they are given.
     required: fields that must be given, and what they should be.
   """
 
   config: type[AttentionConfig]
   fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  equal: Mapping[str, str] = dataclasses.field(default_factory=dict)
   required: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   @property
@@ -33,14 +35,12 @@ class Variant:
     return tuple(x.name for x in dataclasses.fields(self.config))  # type: ignore[arg-type]
 
 
-DIVISOR = (
-  "a divisor of num_heads; with num_heads of them it is 'mha', multi-head"
-)
+DIVISOR = 'a divisor of num_heads'
 RANK = 'the features of the latent'
-WIDTH = 'a multiple of 4'
+WIDTH = 'an even number of features'
 
 VARIANTS: dict[str, Variant] = {
-  'mha': Variant(GroupedConfig),
+  'mha': Variant(GroupedConfig, equal={'num_kv_heads': 'num_heads'}),
   'gqa': Variant(GroupedConfig, required={'num_kv_heads': DIVISOR}),
   'mqa': Variant(GroupedConfig, fixed={'num_kv_heads': 1}),
   'mla': Variant(LatentConfig, required={'kv_lora_rank': RANK}),
@@ -68,9 +68,10 @@ def build(kind: str, **options: Any) -> AttentionConfig:
   if unknown := sorted(set(given) - set(variant.options)):
     raise ValueError(
       f'{unknown[0]}={given[unknown[0]]!r} is no option of {kind!r}; its '
-      f'options are {", ".join(variant.options)}'
+      f'options are {", ".join(x for x in variant.options if x in options)}'
     )
-  for name, value in variant.fixed.items():
+  settled = {name: given.get(x) for name, x in variant.equal.items()}
+  for name, value in {**settled, **variant.fixed}.items():
     if given.get(name, value) != value:
       raise ValueError(
         f'{name}={given[name]!r} must be {value} or None in {kind!r}; use '
@@ -80,6 +81,16 @@ def build(kind: str, **options: Any) -> AttentionConfig:
     if name not in given:
       raise ValueError(f'{name}=None: {kind!r} needs it: {what}')
   return variant.config(**{**given, **variant.fixed})
+
+
+def kind_of(kind: str, num_heads: int, num_kv_heads: int | None) -> str:
+  """The variant that a module of the grouped family is.
+
+  `MultiHeadAttention` takes num_kv_heads as `flax.nnx.MultiHeadAttention` does,
+  and is then grouped.
+  """
+  own = num_kv_heads in (None, num_heads)
+  return 'gqa' if kind == 'mha' and not own else kind
 
 
 def widths(inputs_q: Any, inputs_k: Any, inputs_v: Any) -> tuple[int, int, int]:

@@ -1,0 +1,298 @@
+"""Caches: any split of a sequence is the whole sequence."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from absl.testing import parameterized
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles import assert_close, assert_same_bits, normal, random_params
+
+from mha_jax import attention
+from mha_jax.attention import (
+  KVCache,
+  LatentCache,
+  LatentConfig,
+  Rope,
+  WindowCache,
+  init_cache,
+  keys_values,
+  masks,
+)
+from mha_jax.attention.variants import build
+
+B, T, D = 2, 7, 5
+EXAMPLES = {
+  'mha': {'num_heads': 3, 'head_dim': 2, 'rope': Rope()},
+  'gqa': {
+    'num_heads': 4,
+    'num_kv_heads': 2,
+    'head_dim': 3,
+    'v_head_dim': 7,
+    'normalize_qk': 'rms',
+  },
+  'mqa': {'num_heads': 3, 'head_dim': 2, 'rope': Rope(layout='interleaved')},
+  'mla': {
+    'num_heads': 3,
+    'kv_lora_rank': 11,
+    'q_lora_rank': 5,
+    'qk_nope_head_dim': 7,
+    'qk_rope_head_dim': 2,
+  },
+  'gta': {'num_heads': 6, 'num_kv_heads': 3, 'head_dim': 4, 'rope': Rope()},
+}
+KINDS = tuple(EXAMPLES)
+splits = st.sampled_from(((7,), (1,) * 7, (3, 1, 3), (4, 3), (1, 4, 1, 1)))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def step(config, params, x, cache, mask, valid=None):
+  return attention.apply(config, params, x, cache=cache, mask=mask, valid=valid)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def whole(config, params, x, mask):
+  return attention.apply(config, params, x, mask=mask)
+
+
+def setting(kind: str, dtype=np.float64):
+  config = build(kind, d_model=D, **EXAMPLES[kind])
+  params = jax.tree.map(
+    jnp.asarray, random_params(config, dtype=np.dtype(dtype))
+  )
+  return config, params, normal(1, B, T, D).astype(dtype)
+
+
+def poisoned(cache):
+  """NaN in every slot."""
+  entries = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), cache.entries)
+  return dataclasses.replace(cache, entries=entries)
+
+
+def in_pieces(config, params, x, cache, split, mask):
+  outs, start = [], 0
+  for size in split:
+    piece = x[:, start : start + size]
+    out, cache = step(config, params, piece, cache, mask)
+    outs.append(out)
+    start += size
+  return jnp.concatenate(outs, axis=1), cache
+
+
+@pytest.mark.usefixtures('quick_compile')
+class SplitTest(oracles.X64TestCase):
+  @parameterized.parameters(*((kind,) for kind in KINDS))
+  @given(split=splits, spare=st.sampled_from((0, 4)))
+  def test_growing(self, kind, split, spare):
+    """In any split, the outputs of the full pass; NaN in empty slots."""
+    config, params, x = setting(kind)
+    cache = poisoned(init_cache(config, B, T + spare, jnp.float64))
+    got, cache = in_pieces(config, params, x, cache, split, masks.causal())
+    assert_close(got, whole(config, params, x, masks.causal()))
+    np.testing.assert_array_equal(cache.lengths, [T, T])
+
+  @parameterized.parameters(*((kind,) for kind in KINDS))
+  @given(split=splits, window=st.sampled_from((1, 3, 9)))
+  def test_window(self, kind, split, window):
+    """A ring gives the windowed full pass, also where a chunk crosses it."""
+    config, params, x = setting(kind)
+    cache = poisoned(init_cache(config, B, dtype=jnp.float64, window=window))
+    got, _ = in_pieces(config, params, x, cache, split, masks.causal())
+    wanted = whole(config, params, x, masks.window(window - 1, 0))
+    assert_close(got, wanted)
+
+  @parameterized.product(kind=KINDS, side=('left', 'right'), ring=(False, True))
+  def test_ragged(self, kind, side, ring):
+    """Rows of other lengths, padded on either side with NaN, then a token."""
+    config, params, x = setting(kind)
+    lengths, width = np.array([5, 3]), 6
+    valid = np.arange(width) < lengths[:, None]
+    valid = valid if side == 'right' else valid[:, ::-1]
+    prompts = np.full((B, width, D), np.nan)
+    for row in range(B):
+      prompts[row][valid[row]] = x[row, : lengths[row]]
+    options = {'window': 4} if ring else {'capacity': 8}
+    cache = poisoned(init_cache(config, B, dtype=jnp.float64, **options))
+    mask = masks.window(3, 0) if ring else masks.causal()
+    wanted = whole(config, params, x, mask)
+    got, cache = step(config, params, prompts, cache, masks.causal(), valid)
+    self.assertTrue(np.all(np.isfinite(got)))
+    token = np.stack([x[row, lengths[row]] for row in range(B)])[:, None]
+    after, cache = step(config, params, token, cache, masks.causal())
+    np.testing.assert_array_equal(cache.lengths, lengths + 1)
+    for row in range(B):
+      n = lengths[row]
+      assert_close(got[row][valid[row]], wanted[row, :n])
+      assert_close(after[row, 0], wanted[row, n])
+
+  @parameterized.parameters(*((kind,) for kind in KINDS))
+  def test_static(self, kind):
+    """Cross-attention over what was projected once; rows of other lengths."""
+    config, params, x = setting(kind)
+    y = normal(2, B, 11, D)
+    cache = keys_values(config, params, y)
+    got, same = attention.apply(config, params, x, cache=cache)
+    assert_close(got, attention.apply(config, params, x, y))
+    assert_same_bits(same, cache)
+    short = keys_values(config, params, y, lengths=[4, 9])
+    got, _ = attention.apply(config, params, x, cache=short)
+    wanted = attention.apply(config, params, x, y, mask=masks.lengths([4, 9]))
+    assert_close(got, wanted)
+
+  @parameterized.product(kind=('gqa', 'mla'), form=('expanded', 'absorbed'))
+  def test_either_form(self, kind, form):
+    """The latent's form does not change the result, nor do other dtypes."""
+    config, params, x = setting(kind, np.float32)
+    if kind == 'mla':
+      config = dataclasses.replace(config, form=form)
+    wanted = whole(config, params, x, masks.causal())
+    for dtype, tolerance in (('float32', 1e-5), ('bfloat16', 2**-6)):
+      cache = init_cache(config, B, T, jnp.dtype(dtype))
+      got, cache = in_pieces(config, params, x, cache, (3, 4), masks.causal())
+      self.assertEqual(cache.entries[0].dtype, dtype)
+      self.assertEqual(got.dtype, jnp.float32)
+      assert_close(got, wanted, tolerance)
+
+  def test_one_trace(self):
+    """Lengths grow, nothing is traced again."""
+    config, params, x = setting('gqa')
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def one(x, cache):
+      return attention.apply(
+        config, params, x, cache=cache, mask=masks.causal()
+      )
+
+    cache = init_cache(config, B, T, jnp.float64)
+    for i in range(T):
+      _, cache = one(x[:, i : i + 1], cache)
+
+
+class OverflowTest(oracles.X64TestCase):
+  def setUp(self):
+    super().setUp()
+    self.config, self.params, self.x = setting('gqa')
+
+  def test_known_lengths(self):
+    """Raises with the numbers before anything is computed."""
+    cache = init_cache(self.config, B, 6, jnp.float64)
+    _, cache = attention.apply(
+      self.config, self.params, self.x[:, :5], cache=cache
+    )
+    with self.assertRaisesRegex(
+      ValueError,
+      'cache row 0 holds 5 tokens of capacity=6 and cannot take 2 more.* 7 or',
+    ):
+      attention.apply(self.config, self.params, self.x[:, :2], cache=cache)
+
+  def test_traced_lengths(self):
+    """NaN in that row from then on; its entries stay, other rows go on."""
+    valid = np.ones((B, 4), bool)
+    valid[1, 2:] = False
+    cache = init_cache(self.config, B, 6, jnp.float64)
+    causal = masks.causal()
+    _, before = step(
+      self.config, self.params, self.x[:, :4], cache, causal, valid
+    )
+    out, after = step(self.config, self.params, self.x[:, 4:7], before, causal)
+    np.testing.assert_array_equal(after.lengths, [7, 5])
+    self.assertTrue(np.all(np.isnan(out[0])))
+    row = np.concatenate([self.x[1:, :2], self.x[1:, 4:7]], axis=1)
+    wanted = whole(self.config, self.params, row, causal)
+    assert_close(out[1], wanted[0, 2:])
+    for old, new in zip(before.entries, after.entries, strict=True):
+      assert_same_bits(new[0], old[0])
+    out, _ = step(self.config, self.params, self.x[:, :1], after, causal)
+    self.assertTrue(np.all(np.isnan(out[0])) and np.all(np.isfinite(out[1])))
+
+
+class SizesTest(parameterized.TestCase):
+  @parameterized.parameters(*((kind,) for kind in KINDS))
+  def test_nbytes(self, kind):
+    """Bytes are those of the arrays; a token's are the config's elements."""
+    config, _, _ = setting(kind)
+    cache = init_cache(config, 3, 13, jnp.bfloat16)
+    self.assertEqual(cache.nbytes, sum(x.nbytes for x in cache.entries))
+    self.assertEqual(cache.nbytes_per_token, 2 * config.cache_elements)
+    self.assertEqual(cache.nbytes, 3 * 13 * 2 * config.cache_elements)
+    wanted = LatentCache if kind == 'mla' else KVCache
+    self.assertIs(type(cache), wanted)
+    ring = init_cache(config, 3, window=4)
+    self.assertIs(type(ring), WindowCache)
+    self.assertEqual(ring.nbytes, 3 * 4 * 4 * config.cache_elements)
+
+  def test_published(self):
+    """Llama 3 70B, DeepSeek-V2 and V3, and the lesson's d = 64."""
+    shape = {'d_model': 8192, 'num_heads': 64, 'head_dim': 128}
+    mha, gqa = build('mha', **shape), build('gqa', num_kv_heads=8, **shape)
+    self.assertEqual(mha.cache_elements, 8 * gqa.cache_elements)
+    mla = LatentConfig(
+      5120,
+      128,
+      512,
+      1536,
+      qk_nope_head_dim=128,
+      qk_rope_head_dim=64,
+      v_head_dim=128,
+    )
+    self.assertEqual(60 * mla.cache_elements, 34_560)
+    cache = jax.eval_shape(lambda: init_cache(mla, 1, 1, jnp.bfloat16))
+    self.assertEqual(61 * cache.nbytes_per_token, 70_272)
+    small = {'d_model': 64, 'num_heads': 8, 'use_bias': False}
+    mha, mqa = build('mha', **small), build('mqa', **small)
+    sizes = [init_cache(x, 1, 2048, jnp.bfloat16).nbytes for x in (mha, mqa)]
+    self.assertEqual(sizes, [512 * 1024, 64 * 1024])
+    counts = [attention.num_params(x.table) for x in (mha, mqa)]
+    self.assertEqual(1 - counts[1] / counts[0], 0.4375)
+
+
+class ErrorsTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ({'cache': 3}, 'cache=3 must be a cache, as init_cache makes it'),
+    ({'inputs_k': np.ones((B, T, D))}, 'inputs_k is given with a cache'),
+    ({'input_positions': np.arange(T)}, 'input_positions and key_pos.* None'),
+    ({'key_positions': np.arange(T)}, 'input_positions and key_pos.* None'),
+    ({'dropout': attention.Dropout(None, 0.1)}, 'dropout is on with a cache'),
+    ({'valid': np.ones((B, 3), bool)}, r'valid of bool and shape \(2, 3\)'),
+    ({'valid': np.ones((B, T))}, 'valid of float.* must be booleans'),
+    ({'cache': None, 'valid': np.ones((B, T))}, 'valid is given without a'),
+    ({'inputs_q': np.ones((3, T, D))}, r'for \[\(3, 2, 3\)'),
+  )
+  def test_bad_calls(self, changes, message):
+    """A ValueError with the name, the value and the remedy."""
+    config, params, x = setting('gqa', np.float32)
+    arguments = {'inputs_q': x, 'cache': init_cache(config, B, T)} | changes
+    with self.assertRaisesRegex(ValueError, message):
+      attention.apply(config, params, **arguments)
+
+  @parameterized.parameters(
+    ({'mask': masks.lengths([1, 2])}, 'by columns, which a WindowCache has'),
+    ({'mask': np.ones((1, 3), bool)}, 'by columns, which a WindowCache has'),
+    ({'bias': np.ones((1, 3), np.float32)}, 'by columns, which a WindowCache'),
+  )
+  def test_columns_of_a_ring(self, changes, message):
+    """A ring has no columns to speak of."""
+    config, params, x = setting('gqa', np.float32)
+    cache = init_cache(config, B, window=3)
+    with self.assertRaisesRegex(ValueError, message):
+      attention.apply(config, params, x, cache=cache, **changes)
+
+  @parameterized.parameters(
+    ({}, 'capacity=None and window=None: give one of the two'),
+    ({'capacity': 3, 'window': 3}, 'capacity=3 and window=3: give one'),
+    ({'capacity': 0}, 'capacity=0 must be a positive integer'),
+    ({'window': -1}, 'window=-1 must be a positive integer'),
+    ({'batch_size': 0, 'capacity': 1}, 'batch_size=0 must be a positive'),
+  )
+  def test_bad_sizes(self, options, message):
+    """init_cache names what is wrong."""
+    config, _, _ = setting('gqa')
+    with self.assertRaisesRegex(ValueError, message):
+      init_cache(config, **{'batch_size': B} | options)

@@ -1,0 +1,181 @@
+"""Generation against a loop over full passes, and sampling against NumPy."""
+
+from unittest import mock
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl.testing import parameterized
+from oracles import normal
+
+from mha_jax import generation
+from mha_jax.decoder import DecoderConfig, DecoderLM, generate
+
+M, B, T, NEW = 11, 3, 5, 4
+LENGTHS = np.array([5, 2, 3])
+
+
+def make(**options):
+  config = DecoderConfig(
+    vocab_size=M, max_len=T + NEW, d_model=12, num_layers=2, **options
+  )
+  model = DecoderLM(config)
+  prompts = np.random.default_rng(0).integers(0, M, (B, T))
+  variables = jax.jit(model.init)(jax.random.key(0), prompts)
+  return model, variables, prompts
+
+
+def by_hand(model, variables, prompt, new: int = NEW) -> list[int]:
+  """The likeliest tokens, one full pass for each."""
+  apply, tokens = jax.jit(model.apply), list(prompt)
+  for _ in range(new):
+    row = np.zeros((1, T + NEW), np.int32)
+    row[0, : len(tokens)] = tokens
+    logits = apply(variables, row)
+    tokens.append(int(np.argmax(logits[0, len(tokens) - 1])))
+  return tokens[len(prompt) :]
+
+
+@pytest.mark.usefixtures('quick_compile')
+class GreedyTest(parameterized.TestCase):
+  @parameterized.parameters(
+    {'num_heads': 4},
+    {
+      'attention': 'gqa',
+      'num_heads': 6,
+      'num_kv_heads': 2,
+      'positions': 'rope',
+      'mlp_dim': 7,
+    },
+    {
+      'attention': 'mla',
+      'num_heads': 3,
+      'kv_lora_rank': 5,
+      'positions': 'rope',
+    },
+  )
+  def test_rows_of_other_lengths(self, **options):
+    """Each row continues as it would alone, whatever pads it."""
+    model, variables, prompts = make(**options)
+    got, count = generate(
+      model, variables, prompts, lengths=LENGTHS, max_new_tokens=NEW
+    )
+    for row in range(B):
+      prompt = prompts[row, : LENGTHS[row]]
+      self.assertEqual(got[row].tolist(), by_hand(model, variables, prompt))
+    np.testing.assert_array_equal(count, NEW)
+
+  def test_stop_tokens(self):
+    """A row ends with its stop token; padding follows, others go on."""
+    model, variables, prompts = make(num_heads=4)
+    rows = [by_hand(model, variables, prompt) for prompt in prompts]
+    stop = rows[0][1]
+    got, count = generate(
+      model,
+      variables,
+      prompts,
+      max_new_tokens=NEW,
+      stop_tokens=(stop,),
+      pad_token=M,
+    )
+    for row, tokens in enumerate(rows):
+      n = tokens.index(stop) + 1 if stop in tokens else NEW
+      self.assertEqual(got[row].tolist(), tokens[:n] + [M] * (NEW - n))
+      self.assertEqual(count[row], n)
+
+  def test_continues_a_cache(self):
+    """In two calls as in one; the cache that goes in is donated."""
+    model, variables, prompts = make(num_heads=4)
+    wanted, _ = generate(model, variables, prompts, max_new_tokens=NEW)
+    cache = model.init_cache(B, T + NEW)
+    first, _, after = generate(
+      model, variables, prompts, max_new_tokens=2, cache=cache
+    )
+    self.assertTrue(cache[0].entries[0].is_deleted())
+    second, _, _ = generate(
+      model, variables, first[:, -1:], max_new_tokens=2, cache=after
+    )
+    np.testing.assert_array_equal(jnp.concatenate([first, second], 1), wanted)
+
+  def test_one_compilation(self):
+    """Prompts and lengths of one padded shape are one program."""
+    model, variables, prompts = make(num_heads=4)
+    chex.clear_trace_counter()
+    counted = chex.assert_max_traces(n=1)(generation._generate.__wrapped__)
+    names = ('model', 'max_new_tokens', 'greedy', 'top_k', 'stop_tokens')
+    jitted = jax.jit(counted, static_argnames=(*names, 'pad_token', 'capacity'))
+    with mock.patch.object(generation, '_generate', jitted):
+      for lengths in ([5, 2, 3], [1, 5, 4]):
+        generate(
+          model,
+          variables,
+          np.roll(prompts, 1, axis=0),
+          lengths=lengths,
+          max_new_tokens=NEW,
+          capacity=T + NEW,
+        )
+
+
+class SamplingTest(parameterized.TestCase):
+  @parameterized.product(top_k=(None, 1, 4, 50), top_p=(1.0, 0.6, 0.05))
+  def test_restrict(self, top_k, top_p):
+    """Token by token: the k likeliest, then up to probability p."""
+    logits = normal(0, 3, M).astype(np.float32)
+    got = generation.restrict(jnp.asarray(logits), top_k, top_p)
+    for row, kept in zip(logits, np.asarray(got), strict=True):
+      order = np.argsort(-row)[:top_k]
+      p = np.exp(row[order]) / np.sum(np.exp(row[order]))
+      n = int(np.sum(np.cumsum(p) - p < top_p))
+      wanted = np.full(M, -np.inf, np.float32)
+      wanted[order[:n]] = row[order[:n]]
+      np.testing.assert_array_equal(kept, wanted)
+
+  def test_draws(self):
+    """One key draws one text; a low temperature is greedy; top_k holds."""
+    model, variables, prompts = make(num_heads=4)
+    options = {'max_new_tokens': NEW}
+    greedy, _ = generate(model, variables, prompts, **options)
+
+    def draw(seed, **more):
+      tokens, _ = generate(
+        model, variables, prompts, key=jax.random.key(seed), **options | more
+      )
+      return np.asarray(tokens)
+
+    np.testing.assert_array_equal(draw(0, temperature=1e-4), greedy)
+    np.testing.assert_array_equal(draw(0, temperature=9.0, top_k=1), greedy)
+    a, b = draw(0, temperature=5.0), draw(1, temperature=5.0)
+    np.testing.assert_array_equal(a, draw(0, temperature=5.0))
+    self.assertFalse(np.array_equal(a, b))
+
+
+class ErrorsTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ({'capacity': 7}, 'capacity=7 is less than the 8 tokens of prompt and'),
+    ({'lengths': [1, 2]}, r'lengths=\[1, 2\] must be 3 numbers from 1 to t=5'),
+    ({'lengths': [0, 1, 1]}, r'lengths=\[0, 1, 1\] must be 3 numbers'),
+    ({'prompts': np.ones(3, int)}, r'prompts must be integers of shape \(b'),
+    ({'max_new_tokens': 0}, 'max_new_tokens=0 must be a positive'),
+    ({'temperature': -1.0}, 'temperature=-1.0 must lie in'),
+    ({'temperature': 1.0}, 'key=None with temperature=1.0: pass a random key'),
+    ({'top_k': 0}, 'top_k=0 must be a positive'),
+    ({'top_p': 0.0}, 'top_p=0.0 must lie in'),
+  )
+  def test_before_tracing(self, changes, message):
+    """Refused with the name and the value before anything is traced."""
+    prompts = np.ones((B, T), int)
+    arguments = {'prompts': prompts, 'max_new_tokens': NEW} | changes
+    with (
+      mock.patch.object(generation, '_generate', side_effect=AssertionError),
+      self.assertRaisesRegex(ValueError, message),
+    ):
+      generate(None, None, **arguments)
+
+  def test_a_full_cache(self):
+    """A cache that is passed in must have room too."""
+    model, variables, prompts = make(num_heads=4)
+    cache = model.init_cache(B, T)
+    with self.assertRaisesRegex(ValueError, 'capacity of the cache=5 is less'):
+      generate(model, variables, prompts, max_new_tokens=2, cache=cache)
