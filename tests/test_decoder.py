@@ -430,7 +430,7 @@ class ErrorsTest(parameterized.TestCase):
     ({'positions': 'sinus'}, "positions='sinus' .*'learned', 'rope', 'none'"),
     ({'dtype': 'int8'}, "dtype='int8' .*'float32'"),
     ({'attention': 'gqa'}, 'num_kv_heads=None.*divisor of num_heads'),
-    ({'num_kv_heads': 2}, 'num_kv_heads=2 must divide num_heads=3'),
+    ({'num_kv_heads': 2}, "num_kv_heads=2 must be 3 or None in 'mha'.*'gqa'"),
     (
       {'attention': 'mla', 'kv_lora_rank': 3, 'qk_rope_head_dim': 2},
       "qk_rope_head_dim=2 needs positions='rope', got 'learned'",

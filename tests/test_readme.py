@@ -35,7 +35,8 @@ class ReadmeTest(parameterized.TestCase):
       result = doctest.DocTestRunner().run(test, clear_globs=False)
       self.assertEqual(result.failed, 0)
     # What the comments in the blocks claim.
-    self.assertEqual(names['layer'].num_heads, 8)
+    self.assertEqual(names['cache'].nbytes_per_token, 80)
+    self.assertEqual(names['tokens'].shape, (2, 8))
     self.assertEqual(names['weights'].shape, (2, 8, 10, 10))
     self.assertEqual(names['num_params'](names['config'].table), 10400)
 

@@ -143,11 +143,11 @@ class TableTest(parameterized.TestCase):
     ('mha', {'kv_lora_rank': 3}, "kv_lora_rank=3 is no option of 'mha'; its"),
     ('mla', {'num_kv_heads': 3}, "num_kv_heads=3 is no option of 'mla'"),
     ('mla', {'head_dim': 3}, "head_dim=3 is no option of 'mla'.*qk_nope_h"),
-    ('mha', {'num_kv_heads': 2}, 'num_kv_heads=2 must divide num_heads=3'),
+    ('mha', {'num_kv_heads': 1}, "num_kv_heads=1 must be 3 or None in 'mha'"),
     ('mqa', {'num_kv_heads': 3}, "num_kv_heads=3 must be 1 or None in 'mqa'"),
     ('gqa', {'num_kv_heads': None}, "num_kv_heads=None: 'gqa' needs it"),
     ('mla', {'kv_lora_rank': None}, "kv_lora_rank=None: 'mla' needs it"),
-    ('gta', {'head_dim': None}, "head_dim=None: 'gta' needs it: a multiple"),
+    ('gta', {'head_dim': None}, "head_dim=None: 'gta' needs it: an even"),
   )
   def test_bad_options(self, kind, changes, message):
     """An option that is unknown, contradicts, or is missing."""

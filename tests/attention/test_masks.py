@@ -118,6 +118,18 @@ class DrawTest(parameterized.TestCase):
     self.assertEqual(mask.draw(3, 3), '■ · ■\n■ · ■\n■ · ■')
 
 
+class ArrayTest(parameterized.TestCase):
+  def test_array(self):
+    """(b, h, t, s), of size 1 where rows or heads share."""
+    self.assertEqual(masks.causal().array(3, 5).shape, (1, 1, 3, 5))
+    dense = booleans(0, H, T, S)
+    mask = masks.dense(dense) & masks.lengths([2, 5])
+    wanted = dense & (np.arange(S) < np.array([2, 5])[:, None, None, None])
+    np.testing.assert_array_equal(mask.array(T, S), wanted)
+    with self.assertRaisesRegex(ValueError, r'mask .* = \(2, 5, 9, 7\)'):
+      mask.array(9, S)
+
+
 @pytest.mark.usefixtures('quick_compile')
 class CombineTest(parameterized.TestCase):
   @parameterized.parameters(*DENSE_SHAPES)

@@ -7,12 +7,13 @@ import numpy as np
 import oracles
 import pytest
 from absl.testing import parameterized
-from oracles import normal
+from oracles import assert_same_bits, normal
 
 from mha_jax.attention import (
   GroupedConfig,
   Norm,
   Projection,
+  Row,
   init_table,
   num_params,
 )
@@ -253,3 +254,34 @@ class ErrorsTest(parameterized.TestCase):
     """The kinds are named."""
     with self.assertRaisesRegex(ValueError, "kind='batch' must be one of"):
       Norm('batch', 5)
+
+
+class OwnRowTest(parameterized.TestCase):
+  def test_a_row_of_other_parameters(self):
+    """A row may have any names, and initialisers of its own."""
+
+    class Sink(Row):
+      @property
+      def shapes(self):
+        return {'sink': (3,)}
+
+      @property
+      def initializers(self):
+        return {'sink': jax.nn.initializers.constant(-2.0)}
+
+    table = {
+      'sink': Sink(),
+      'out': Projection('bhtv,hvd->btd', SIZES | {'v': 3}),
+    }
+    params = init_table(table, jax.random.key(0))
+    np.testing.assert_array_equal(params['sink']['sink'], -2 * np.ones(3))
+    ones = init_table(
+      table, jax.random.key(0), {'sink': jax.nn.initializers.ones}
+    )
+    np.testing.assert_array_equal(ones['sink']['sink'], np.ones(3))
+    assert_same_bits(ones['out'], params['out'])
+
+  def test_a_config_for_a_table(self):
+    """The likely slip says what to pass."""
+    with self.assertRaisesRegex(ValueError, 'pass config.table'):
+      init_table(GroupedConfig(4, 2), jax.random.key(0))
