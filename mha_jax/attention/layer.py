@@ -144,6 +144,7 @@ def apply(
     batching.fold('bias', bias, batch),
     (math.prod(batch), h, t, s),
   )
+  check_dropout(dropout)
   scores = _Scores(
     mask,
     bias,
@@ -156,7 +157,6 @@ def apply(
   gates = None if head_gates is None else _gates(head_gates, h)
   valid = _check_cached_call(cache, valid, scores, batch, t, inputs_k)
   heads.pick(implementation)
-  check_dropout(dropout)
   check_params(config.table, params)
   dtype = compute_dtype(dtype, x, y, z, *jax.tree.leaves(params))
   rows = Rows(config.table, params, dtype)
