@@ -28,6 +28,7 @@ from mha_jax.attention import (
 from mha_jax.attention.variants import build
 
 B, T, D = 2, 7, 5
+DROPOUT = attention.Dropout(np.zeros(2, np.uint32), 0.1)
 EXAMPLES = {
   'mha': {'num_heads': 3, 'head_dim': 2, 'rope': Rope()},
   'gqa': {
@@ -259,7 +260,7 @@ class ErrorsTest(parameterized.TestCase):
     ({'inputs_k': np.ones((B, T, D))}, 'inputs_k is given with a cache'),
     ({'input_positions': np.arange(T)}, 'input_positions and key_pos.* None'),
     ({'key_positions': np.arange(T)}, 'input_positions and key_pos.* None'),
-    ({'dropout': attention.Dropout(None, 0.1)}, 'dropout is on with a cache'),
+    ({'dropout': DROPOUT}, 'dropout is on with a cache'),
     ({'valid': np.ones((B, 3), bool)}, r'valid of bool and shape \(2, 3\)'),
     ({'valid': np.ones((B, T))}, 'valid of float.* must be booleans'),
     ({'cache': None, 'valid': np.ones((B, T))}, 'valid is given without a'),
