@@ -119,3 +119,33 @@ def _steps_to_threshold(
 def _legend_above(axes: Axes, **kwargs: Any) -> None:
   """A legend that no curve can run through."""
   axes.legend(loc='lower center', bbox_to_anchor=(0.5, 1.0), **kwargs)
+
+
+def kv_cache(
+  rows: Sequence[dict[str, Any]], title: str, path: pathlib.Path
+) -> None:
+  """Cache bytes and parameters of each variant, as shares of MHA's.
+
+  Args:
+    rows: see `experiments.kv_cache.main`; the first is MHA.
+    title: the setting.
+    path: the PNG to write.
+  """
+  with mpl.rc_context(STYLE):
+    figure = Figure(figsize=(10, 4.4), layout='constrained')
+    left, right = figure.subplots(1, 2, sharey=True)
+    names = [row['variant'] for row in rows]
+    for axes, share, label in (
+      (left, [row['cache_share'] for row in rows], 'KV cache'),
+      (right, [1 - row['params_drop'] for row in rows], 'attention parameters'),
+    ):
+      bars = axes.barh(names, share, color='#4c72b0')
+      axes.bar_label(bars, [f'{x:.1%}' for x in share], padding=4)
+      axes.set_xlabel(f'{label}, share of MHA')
+      axes.set_xlim(0, 1.2 * max(share))
+      axes.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1))
+      axes.grid(axis='y', visible=False)
+      axes.set_axisbelow(True)
+    left.invert_yaxis()
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(path, dpi=150)

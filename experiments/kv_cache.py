@@ -1,0 +1,229 @@
+"""Exercise 2: how far do parameters drop, how far does the KV cache shrink?
+
+  python -m experiments.kv_cache
+  python -m experiments.kv_cache --config.length=8192 --config.ranks=16,64
+  python -m experiments.kv_cache --config=configs/kv_cache.py:deepseek_v2
+
+For MHA, GQA at each number of key/value heads, MQA, and MLA at each rank: the
+attention parameters, the bytes that decoding keeps, by formula and in arrays
+that were really allocated, and the tokens a second of a decoding step of one
+layer with a full cache. Prints a table and writes results.csv, results.jsonl
+and kv_cache.png into the workdir. With --config.decode_steps=0 (as for the
+published shapes) nothing is allocated.
+"""
+
+import csv
+import dataclasses
+import functools
+import io
+import json
+import pathlib
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import flags
+from ml_collections import ConfigDict
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from experiments import command_line, figures, settings
+from mha_jax.attention import (
+  AttentionConfig,
+  Rope,
+  apply,
+  checks,
+  init_cache,
+  init_table,
+  masks,
+  num_params,
+)
+from mha_jax.attention.variants import build
+from mha_jax.training import record
+
+DTYPES = ('bfloat16', 'float16', 'float32')
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  rows: tuple[tuple[str, AttentionConfig], ...]
+  config: ConfigDict
+  workdir: pathlib.Path
+
+
+def parse() -> Settings:
+  config = flags.FLAGS.config
+  sizes = ('d_model', 'num_heads', 'num_layers', 'length', 'batch_size')
+  for name in (*sizes, 'repeats'):
+    checks.positive(f'--config.{name}', config[name])
+  checks.whole('--config.decode_steps', config.decode_steps, 0, config.length)
+  if config.dtype not in DTYPES:
+    raise ValueError(f'--config.dtype={config.dtype!r} must be in {DTYPES}')
+  if config.window is not None:
+    checks.positive('--config.window', config.window)
+  workdir = settings.workdir_from(flags.FLAGS.workdir, config.name)
+  return Settings(tuple(variants(config)), config, workdir)
+
+
+def variants(config: ConfigDict) -> list[tuple[str, AttentionConfig]]:
+  """The rows of the table by name: MHA first."""
+  shape = {'d_model': config.d_model, 'num_heads': config.num_heads}
+  grouped = shape | {
+    'head_dim': config.head_dim,
+    'use_bias': False,
+    'rope': Rope(),
+  }
+  rows = [('MHA', build('mha', **grouped))]
+  for n in _numbers('kv_heads', config.kv_heads):
+    rows.append((f'GQA n={n}', build('gqa', num_kv_heads=n, **grouped)))
+  rows.append(('MQA', build('mqa', **grouped)))
+  for rank in _numbers('ranks', config.ranks):
+    mla = build(
+      'mla',
+      kv_lora_rank=rank,
+      q_lora_rank=config.q_lora_rank,
+      qk_nope_head_dim=config.head_dim,
+      qk_rope_head_dim=config.qk_rope_head_dim,
+      v_head_dim=config.v_head_dim,
+      **shape,
+    )
+    rows.append((f'MLA r={rank}', mla))
+  return rows
+
+
+def _numbers(name: str, text: str) -> list[int]:
+  """A list of numbers in a config's string; empty: none."""
+  if not text:
+    return []
+  return command_line.positive_ints(f'config.{name}', text.split(','))
+
+
+def main(chosen: Settings) -> int:
+  config = chosen.config
+  slots = min(config.length, config.window or config.length)
+  tokens = slots * config.batch_size * config.num_layers
+  itemsize = jnp.dtype(config.dtype).itemsize
+  rows: list[dict[str, Any]] = []
+  for name, attention in chosen.rows:
+    row = {
+      'variant': name,
+      'params': num_params(attention.table) * config.num_layers,
+      'elements_per_token': attention.cache_elements * config.num_layers,
+      'bytes_per_token': attention.cache_elements
+      * itemsize
+      * config.num_layers,
+      'cache_bytes': attention.cache_elements * itemsize * tokens,
+    }
+    rows.append(row)
+  for row in rows:
+    row['params_drop'] = 1 - row['params'] / rows[0]['params']
+    row['cache_share'] = row['cache_bytes'] / rows[0]['cache_bytes']
+  if config.decode_steps:
+    measure(chosen, slots, rows)
+  report(chosen, rows)
+  return 0
+
+
+def measure(chosen: Settings, slots: int, rows: list[dict[str, Any]]) -> None:
+  """Adds the allocated bytes, and tokens a second of all rows in turn."""
+  config = chosen.config
+  runs: list[tuple[AttentionConfig, Any, list[float]]] = []
+  for (name, attention), row in zip(chosen.rows, rows, strict=True):
+    row['allocated_bytes'] = (
+      empty_cache(config, attention, slots).nbytes * config.num_layers
+    )
+    if row['allocated_bytes'] != row['cache_bytes']:
+      raise AssertionError(f'{name}: the formula and the arrays differ')
+    params = init_table(attention.table, jax.random.key(0), dtype=config.dtype)
+    runs.append((attention, params, []))
+  for repeat in range(config.repeats + 1):
+    for attention, params, seconds in runs:
+      cache = empty_cache(config, attention, slots)
+      start = jnp.full(config.batch_size, config.length - config.decode_steps)
+      cache = dataclasses.replace(cache, lengths=start.astype(jnp.int32))
+      x = jnp.ones((config.batch_size, 1, config.d_model), config.dtype)
+      jax.block_until_ready((cache, x))
+      begin = time.perf_counter()
+      jax.block_until_ready(
+        decode(attention, config.decode_steps, params, x, cache)
+      )
+      if repeat:  # the first one compiles
+        seconds.append(time.perf_counter() - begin)
+  count = config.decode_steps * config.batch_size
+  for row, (_, _, seconds) in zip(rows, runs, strict=True):
+    row['tokens_per_s'] = count / statistics.median(seconds)
+    row['tokens_per_s_min'] = count / max(seconds)
+    row['tokens_per_s_max'] = count / min(seconds)
+
+
+def empty_cache(
+  config: ConfigDict, attention: AttentionConfig, slots: int
+) -> Any:
+  """The cache of one layer."""
+  size = {'window': slots} if config.window else {'capacity': slots}
+  return init_cache(attention, config.batch_size, dtype=config.dtype, **size)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
+def decode(
+  attention: AttentionConfig, steps: int, params: Any, x: jax.Array, cache: Any
+) -> Any:
+  """Steps of one layer, each fed with what the one before gave."""
+
+  def step(carry: Any, _: None) -> Any:
+    x, cache = carry
+    return apply(attention, params, x, cache=cache, mask=masks.causal()), None
+
+  return jax.lax.scan(step, (x, cache), None, steps)[0]
+
+
+def report(chosen: Settings, rows: list[dict[str, Any]]) -> None:
+  """Prints the table; writes CSV, JSON lines and the figure."""
+  config = chosen.config
+  title = (
+    f'd_model={config.d_model}, {config.num_heads} heads, {config.num_layers} '
+    f'layer{"s" * (config.num_layers > 1)}, {config.length} tokens, '
+    f'batch {config.batch_size}, {config.dtype}'
+  )
+  table = Table(title=title, box=box.SIMPLE)
+  names = ('variant', 'parameters', 'drop', 'bytes/token', 'cache', 'of MHA')
+  for name in (*names, 'tokens/s'):
+    table.add_column(name, justify='left' if name == 'variant' else 'right')
+  for row in rows:
+    table.add_row(
+      row['variant'],
+      f'{row["params"]:,}',
+      f'{row["params_drop"]:.2%}',
+      f'{row["bytes_per_token"]:,}',
+      readable(row['cache_bytes']),
+      f'1/{1 / row["cache_share"]:.4g}',
+      f'{row["tokens_per_s"]:,.0f}' if 'tokens_per_s' in row else '-',
+    )
+  Console().print(table)
+  buffer = io.StringIO()
+  writer = csv.DictWriter(buffer, list(rows[0]), lineterminator='\n')
+  writer.writeheader()
+  writer.writerows(rows)
+  chosen.workdir.mkdir(parents=True, exist_ok=True)
+  record.write_text(chosen.workdir / 'results.csv', buffer.getvalue())
+  lines = ''.join(json.dumps(row) + '\n' for row in rows)
+  record.write_text(chosen.workdir / 'results.jsonl', lines)
+  record.write_json(chosen.workdir / 'env.json', record.environment())
+  figure = chosen.workdir / 'kv_cache.png'
+  figures.kv_cache(rows, title, figure)
+  print(f'recorded in {chosen.workdir}, figure {figure}')
+
+
+def readable(size: int) -> str:
+  """Bytes in the largest binary unit that keeps a whole part."""
+  value, units = float(size), ['B', 'KiB', 'MiB', 'GiB', 'TiB']
+  while value >= 1024 and len(units) > 1:
+    value, units = value / 1024, units[1:]
+  return f'{value:.4g} {units[0]}'
+
+
+if __name__ == '__main__':
+  command_line.run(parse, main, default_config='configs/kv_cache.py')
