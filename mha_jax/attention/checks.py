@@ -6,9 +6,11 @@ from typing import Any
 
 
 def positive(name: str, value: Any) -> None:
-  """Raises a ValueError unless the value is a positive integer."""
-  if not (_is_whole(value) and value >= 1):
-    raise ValueError(f'{name}={value!r} must be a positive integer')
+  """Raises a ValueError unless the value is a positive 32-bit integer."""
+  if not (_is_whole(value) and 1 <= value < 2**31):
+    raise ValueError(
+      f'{name}={value!r} must be a positive integer, and below 2^31'
+    )
 
 
 def real(name: str, value: Any, low: int | float, high: int | float) -> None:
