@@ -1,6 +1,6 @@
 """Shapes for exercise 2: parameters and KV cache of MHA, GQA, MQA and MLA.
 
-  python -m experiments.kv_cache                                   (2 min)
+  python -m experiments.kv_cache                                  (10 s)
   python -m experiments.kv_cache --config=configs/kv_cache.py:llama3_70b  (4 s)
 
 The default is the lesson's tiny layer: d_model = 64, 8 heads, 2048 tokens. At
@@ -66,7 +66,7 @@ def get_config(variants: str = '') -> ConfigDict:
       'num_heads': 8,
       'head_dim': config_dict.placeholder(int),
       'num_layers': 1,
-      'kv_heads': '2,4',
+      'kv_heads': '4,2',
       'ranks': '4,8,16,32',
       'qk_rope_head_dim': 4,
       'v_head_dim': config_dict.placeholder(int),

@@ -143,6 +143,7 @@ def kv_cache(
       axes.bar_label(bars, [f'{x:.1%}' for x in share], padding=4)
       axes.set_xlabel(f'{label}, share of MHA')
       axes.set_xlim(0, 1.2 * max(share))
+      axes.set_xticks([0, 0.25, 0.5, 0.75, 1])
       axes.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1))
       axes.grid(axis='y', visible=False)
       axes.set_axisbelow(True)
