@@ -76,13 +76,11 @@ def value_and_grads(config, params, x, y, cotangent, **options):
 
 @pytest.mark.usefixtures('quick_compile')
 class LoopTest(oracles.X64TestCase):
-  @parameterized.product(
-    variant=tuple(VARIANTS), form=FORMS, cross=(False, True)
-  )
-  def test_against_numpy(self, variant, form, cross):
+  @parameterized.product(variant=tuple(VARIANTS), form=FORMS)
+  def test_against_numpy(self, variant, form):
     """Output and weights, self- and cross-attention, in both forms."""
     config = config_of(variant, form=form)
-    cross = cross or variant == 'widths'
+    cross = variant in ('rope', 'interleaved', 'bias', 'widths')
     x = normal(1, B, T, D)
     y = normal(2, B, S, config.kv_features or D) if cross else None
     s = S if cross else T
@@ -129,18 +127,19 @@ class LoopTest(oracles.X64TestCase):
 class FormsTest(oracles.X64TestCase):
   """Expanded and absorbed: the same parameters, the same function."""
 
-  @parameterized.product(
-    variant=tuple(VARIANTS), dtype=('float64', 'float32'), drop=(False, True)
-  )
-  def test_agree(self, variant, dtype, drop):
-    """Outputs, weights and gradients: 1e-12 in float64, 1e-5 in float32."""
+  @parameterized.product(variant=tuple(VARIANTS), dtype=('float64', 'float32'))
+  def test_agree(self, variant, dtype):
+    """Outputs, weights and gradients: 1e-12 in float64, 1e-5 in float32.
+
+    In float32 with dropout on: both forms drop the same weights.
+    """
     config = config_of(variant)
     p = random_params(config, dtype=np.dtype(dtype))
     x = normal(1, B, T, D).astype(dtype)
     y = normal(2, B, S, config.kv_features or D).astype(dtype)
     cotangent = normal(3, B, T, config.out_features or D).astype(dtype)
     options = {'mask': booleans(4, B, 3, T, S)}
-    if drop:
+    if dtype == 'float32':
       options['dropout'] = Dropout(jax.random.key(0), 0.3)
     expanded, absorbed = (
       value_and_grads(
