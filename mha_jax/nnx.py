@@ -79,6 +79,8 @@ class Parameters(nnx.Module):
       else:
         value = jnp.reshape(value, shape)
       setattr(self, parameter, nnx.Param(value, **given))
+    if 'kernel' in self.names and 'bias' not in self.names:
+      self.bias = None  # as in Flax
 
   def __call__(self) -> dict[str, jax.Array]:
     return {name: getattr(self, name)[...] for name in self.names}
@@ -422,7 +424,7 @@ class GroupedQueryAttention(Attention):
         v_head_dim=v_head_dim,
         key_features=in_kv_features,
         out_features=out_features,
-        use_bias=use_bias,
+        use_bias=bool(use_bias),
         normalize_qk=normalize_qk,
         rope=rope,
         logit_softcap=logit_softcap,
@@ -524,7 +526,7 @@ class MultiHeadLatentAttention(Attention):
       v_head_dim=v_head_dim,
       kv_features=in_kv_features,
       out_features=out_features,
-      use_bias=use_bias,
+      use_bias=bool(use_bias),
       rope=rope,
       logit_softcap=logit_softcap,
       form=form,

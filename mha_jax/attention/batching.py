@@ -35,6 +35,7 @@ def fold(name: str, array: Any, batch: tuple[int, ...]) -> Any:
       f'{name} of shape {array.shape} does not broadcast to (..., h, t, s) '
       f'with batch dimensions {batch}; give each its size or 1'
     )
+  array = jnp.reshape(array, (*full, *array.shape[-3:]))
   array = jnp.broadcast_to(array, (*batch, *array.shape[-3:]))
   return jnp.reshape(array, (math.prod(batch), *array.shape[-3:]))
 

@@ -116,6 +116,7 @@ class AttentionConfig:
         continue
       if not (name in may_be_zero and value == 0):
         checks.positive(name, value)
+        object.__setattr__(self, name, int(value))  # a narrow one would wrap
 
   def check_rope(self, name: str, size: int) -> None:
     """Raises a ValueError unless `rope` is a Rope that can turn `size`."""

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from mha_jax.attention import batching, heads, masks
 from mha_jax.attention.notation import Array
@@ -117,7 +118,7 @@ def _heads_first(x: Array) -> Array:
 
 def _window(size: Any) -> masks.Mask | None:
   """The mask of a window (left, right), or of one number for both."""
-  if size is None or isinstance(size, int):
+  if size is None or np.ndim(size) == 0:
     return None if size is None else masks.window(size, size)
   if len(size) != 2:
     raise ValueError(

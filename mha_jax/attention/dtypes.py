@@ -36,7 +36,7 @@ def compute_dtype(dtype: Any, *arrays: Array) -> Any:
 
 def wide_dtype(dtype: Any) -> Any:
   """The dtype to accumulate in: float64 for float64, else float32."""
-  return jnp.float64 if dtype == jnp.float64 else jnp.float32
+  return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
 
 
 def matmul_precision(

@@ -84,6 +84,8 @@ def attend(
   query_positions = as_positions('query_positions', query_positions, (t,))
   key_positions = as_positions('key_positions', key_positions, (s,))
   bias = as_bias(bias, (t, s), 'ts')
+  # Before -inf is looked for: the least float64 is -inf in float32.
+  bias = None if bias is None else bias.astype(wide_dtype(dtype))
   allowed = allowed_pairs(
     masks.as_mask(mask),
     bias,

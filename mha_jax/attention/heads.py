@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from mha_jax.attention import checks, exact, masks
 from mha_jax.attention.arguments import as_bias, as_positions
 from mha_jax.attention.dropout import check_dropout
+from mha_jax.attention.dtypes import compute_dtype, wide_dtype
 from mha_jax.attention.notation import Array, Shaped
 
 Attend = Callable[..., Any]
@@ -96,6 +97,8 @@ def multihead_attention(
   check_dropout(dropout)
   exact.check_scale(scale)
   mask, bias = check_pairs(mask, bias, (b, h, t, s))
+  if bias is not None:
+    bias = bias.astype(wide_dtype(compute_dtype(None, *qs, *ks, v)))
   extras = {
     'mask': mask,
     'bias': bias,

@@ -19,6 +19,7 @@ off one axis per vmap, so that inside a head a dense mask is (t, s).
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -220,7 +221,7 @@ class Lengths(Mask):
       ('query_lengths', self.queries),
     ):
       if array is not None:
-        checks.broadcast(name, array.shape[:1], shape[:1], 'b')
+        checks.broadcast(name, array.shape, shape[:2], 'bh')
 
 
 def _first(name: str, length: Any, size: int) -> Bool[Array, ' size']:
@@ -252,7 +253,8 @@ class Segments(Mask):
       ('queries', self.queries, t),
       ('keys', self.keys, s),
     ):
-      if array.shape[0] not in (1, b) or array.shape[2] != size:
+      fits = array.ndim == 3 and array.shape[0] in (1, b)
+      if not fits or array.shape[2] != size:
         raise ValueError(
           f'segments: {name} of shape {array.shape[::2]} must be (b, length) '
           f'= ({b}, {size})'
@@ -301,7 +303,7 @@ def window(left: Any, right: Any) -> Mask:
   for name, side in (('left', left), ('right', right)):
     if side is not None:
       checks.whole(name, side, 0, 2**31 - 1)
-  return Window(left, right)
+  return Window(*(None if x is None else int(x) for x in (left, right)))
 
 
 def lengths(lengths: ArrayLike, query_lengths: ArrayLike = None) -> Mask:
@@ -338,7 +340,8 @@ def _integers(name: str, values: ArrayLike, *letters: str) -> Array:
   ndim = len(letters)
   wanted = f'({", ".join(("b", *letters))}{"" if letters else ","})'
   array = as_integers(name, values, wanted, lambda shape: len(shape) > ndim)
-  return jnp.reshape(array, (-1, *array.shape[array.ndim - ndim :]))
+  batch = array.shape[: array.ndim - ndim]
+  return jnp.reshape(array, (math.prod(batch), *array.shape[len(batch) :]))
 
 
 def dense(allowed: ArrayLike) -> Mask:

@@ -48,6 +48,7 @@ class Norm(Row):
 
   def apply(self, params: Params, x: Any, dtype: Any = None) -> Array:
     """Normalises x (..., size); returns the same shape in `dtype`."""
+    self.check(f'{self.kind} norm', params)
     x, scale = jnp.asarray(x), jnp.asarray(params['scale'])
     dtype = compute_dtype(dtype, x, scale)
     wide = wide_dtype(dtype)

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mha_jax.attention.dtypes import compute_dtype
 from mha_jax.attention.notation import LETTERS, LOGICAL_AXES, Array
@@ -63,7 +64,7 @@ class Row:
 
   def check(self, name: str, params: Any) -> None:
     """Raises a ValueError unless the parameters are those of this row."""
-    got = {key: jnp.shape(value) for key, value in (params or {}).items()}
+    got = {key: np.shape(value) for key, value in (params or {}).items()}
     if got != self.shapes:
       raise ValueError(
         f'params[{name!r}] has shapes {got}, but the config asks for '
@@ -239,6 +240,7 @@ class Projection(Row):
         f'input of shape {x.shape} does not fit {self.spec!r} with sizes '
         f'{sizes}; pass an array {tuple(input_letters)}'
       )
+    self.check(self.spec, params)
     params = {name: jnp.asarray(a) for name, a in params.items()}
     kernel = params['kernel']
     bias = params['bias'] if self.use_bias else None

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mha_jax.attention import checks
-from mha_jax.attention.dtypes import wide_dtype
+from mha_jax.attention.dtypes import compute_dtype, wide_dtype
 from mha_jax.attention.notation import Array
 from mha_jax.attention.rope_scaling import RopeScaling
 
@@ -83,6 +83,7 @@ class Rope:
       ValueError: k is odd, or positions have another rank.
     """
     x, positions = jnp.asarray(x), jnp.asarray(positions)
+    x = x.astype(compute_dtype(None, x))  # integers turn into fractions
     checks.even('head_dim', x.shape[-1])
     if positions.ndim != x.ndim - 1:
       raise ValueError(

@@ -389,7 +389,11 @@ class ErrorsTest(parameterized.TestCase):
     ({'inputs_q': x[:1]}, r'inputs_q of shape \(1, 7, 6\)', 'must agree'),
     ({'mask': np.ones((T, T), bool)}, r'mask of shape .*7, 7\)', 'give each'),
     ({'mask': np.ones((T, S))}, 'mask has dtype float32', 'mask != 0'),
-    ({'mask': masks.lengths([3] * 5)}, r'lengths of shape \(5,\)', 'give each'),
+    (
+      {'mask': masks.lengths([3] * 5)},
+      r'lengths of shape \(5, 1\)',
+      'give each',
+    ),
     ({'mask': np.ones((1,) * 5, bool)}, r'mask .*of shape', r'broad.*\(.*h, t'),
     ({'bias': np.ones((T, S), bool)}, 'bias has dtype bool', 'as mask='),
     ({'bias': np.ones((S, T))}, r'bias of shape .*11, 7\)', 'give each'),

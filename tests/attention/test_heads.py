@@ -698,7 +698,7 @@ class ErrorsTest(parameterized.TestCase):
     ({'mask': np.ones((T, S + 1), bool)}, r'mask of shape .*12\)', 'give each'),
     ({'mask': np.ones((3, T, S), bool)}, r'mask of shape .*3, 7', 'give each'),
     ({'mask': np.ones((T, S))}, 'mask has dtype float32', 'mask != 0'),
-    ({'mask': masks.lengths([1, 2, 3])}, r'lengths of shape \(3,\)', '= .2,'),
+    ({'mask': masks.lengths([1, 2, 3])}, r'lengths of shape \(3, 1\)', '= .2,'),
     ({'bias': np.ones((T, S), bool)}, 'bias has dtype bool', 'as mask='),
     ({'bias': np.ones((T, S), int)}, 'bias has dtype int32', 'as floats'),
     ({'bias': np.ones((T, 3))}, r'bias of shape \(1, 1, 7, 3\)', 'give each'),

@@ -409,5 +409,5 @@ class ErrorsTest(parameterized.TestCase):
       if side == 'left'
       else (causal & wrong, causal | wrong)
     ):
-      with self.assertRaisesRegex(ValueError, r'lengths of shape \(3,\)'):
+      with self.assertRaisesRegex(ValueError, r'lengths of shape \(3, 1\)'):
         multihead_attention(x, x, x, mask=mask)
