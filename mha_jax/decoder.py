@@ -146,7 +146,7 @@ class Block(nn.Module):
   def __call__(
     self,
     x: jax.Array,
-    mask: masks.Mask,
+    mask: masks.Mask | None,
     deterministic: bool,
     input_positions: jax.Array | None,
     head_gates: jax.Array | None,
@@ -165,7 +165,7 @@ class Block(nn.Module):
       nn.RMSNorm(dtype=config.dtype, name='attention_norm')(x),
       mask=mask,
       deterministic=deterministic,
-      input_positions=input_positions if cache is None else None,
+      input_positions=input_positions,
       head_gates=head_gates,
       sow_weights=sow_weights,
       cache=cache,
@@ -240,7 +240,6 @@ class DecoderLM(nn.Module):
         raise ValueError('input_positions come from the cache; leave them None')
       _check_layers(config, cache)
       valid = None if valid is None else jnp.asarray(valid)
-      input_positions = cache[0].positions(t, valid)
     input_positions = as_positions(
       'input_positions', input_positions, (b, t), (1, t), (t,)
     )
@@ -256,13 +255,14 @@ class DecoderLM(nn.Module):
           "positions; raise max_len or use positions='rope'"
         )
       positions = jnp.arange(t) if input_positions is None else input_positions
+      if cache is not None:
+        positions = cache[0].positions(t, valid)
       _check_range('input_positions', positions, 'max_len', config.max_len)
       rows = jnp.reshape(positions, (positions.size // max(t, 1), t))
       x = x + nn.Embed(
         config.max_len, config.d_model, dtype=config.dtype, name='positions'
       )(rows)
-    extra = masks.as_mask(masks.from_numbers(mask))
-    allowed = masks.causal() if extra is None else masks.causal() & extra
+    allowed = masks.all_of(masks.causal(), masks.from_numbers(mask))
     after = []
     for layer in range(config.num_layers):
       x, kept = Block(config, name=f'block_{layer}')(
@@ -298,8 +298,16 @@ class DecoderLM(nn.Module):
       capacity: tokens that a row can hold; None with a window.
       dtype: of the entries; None: the dtype that the model computes in.
       window: the slots of a ring instead.
+
+    Raises:
+      ValueError: the capacity exceeds max_len learned positions.
     """
     config = self.config
+    if config.positions == 'learned' and (capacity or 0) > config.max_len:
+      raise ValueError(
+        f'capacity={capacity} exceeds max_len={config.max_len} learned '
+        "positions; raise max_len or use positions='rope'"
+      )
     return tuple(
       init_cache(
         config.attention_config,

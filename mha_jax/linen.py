@@ -342,13 +342,13 @@ class GroupedQueryAttention(_Shell):
       qk_attn_weights_einsum_cls=self.qk_attn_weights_einsum_cls,
       attn_weights_value_einsum_cls=self.attn_weights_value_einsum_cls,
     )
-    x, y, z = variants.widths(inputs_q, inputs_k, inputs_v)
+    x, y, z = flax_arguments.widths(inputs_q, inputs_k, inputs_v)
     return variants.build(
-      variants.kind_of(self.kind, self.num_heads, self.num_kv_heads),
+      flax_arguments.kind_of(self.kind, self.num_heads, self.num_kv_heads),
       d_model=x,
       num_heads=self.num_heads,
       num_kv_heads=self.num_kv_heads,
-      head_dim=variants.head_dim_of(
+      head_dim=flax_arguments.head_dim_of(
         self.num_heads, self.qkv_features, self.head_dim
       ),
       v_head_dim=self.v_head_dim,
@@ -362,7 +362,9 @@ class GroupedQueryAttention(_Shell):
     )
 
   def cache_config(self) -> AttentionConfig:
-    k = variants.head_dim_of(self.num_heads, self.qkv_features, self.head_dim)
+    k = flax_arguments.head_dim_of(
+      self.num_heads, self.qkv_features, self.head_dim
+    )
     if k is None:
       raise ValueError(
         'head_dim=None and qkv_features=None: without inputs a cache needs one '
@@ -445,7 +447,7 @@ class MultiHeadLatentAttention(_Shell):
   def config_for(
     self, inputs_q: Any, inputs_k: Any, inputs_v: Any
   ) -> AttentionConfig:
-    x, y, _ = variants.widths(inputs_q, inputs_k, inputs_v)
+    x, y, _ = flax_arguments.widths(inputs_q, inputs_k, inputs_v)
     return variants.build(
       'mla',
       d_model=x,

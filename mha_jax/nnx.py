@@ -416,11 +416,11 @@ class GroupedQueryAttention(Attention):
     del broadcast_dropout
     super().__init__(
       variants.build(
-        variants.kind_of(self.kind, num_heads, num_kv_heads),
+        flax_arguments.kind_of(self.kind, num_heads, num_kv_heads),
         d_model=in_features,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=variants.head_dim_of(num_heads, qkv_features, head_dim),
+        head_dim=flax_arguments.head_dim_of(num_heads, qkv_features, head_dim),
         v_head_dim=v_head_dim,
         key_features=in_kv_features,
         out_features=out_features,

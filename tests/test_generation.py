@@ -173,6 +173,14 @@ class ErrorsTest(parameterized.TestCase):
     ):
       generate(None, None, **arguments)
 
+  def test_learned_positions(self):
+    """Past max_len there are none: the likeliest token of NaN would be 0."""
+    model, variables, prompts = make(num_heads=4)
+    with self.assertRaisesRegex(
+      ValueError, 'capacity=10 exceeds max_len=9 learned positions; raise'
+    ):
+      generate(model, variables, prompts, max_new_tokens=NEW + 2)
+
   def test_a_full_cache(self):
     """A cache that is passed in must have room too."""
     model, variables, prompts = make(num_heads=4)

@@ -26,12 +26,16 @@ def as_bias(
       f'bias has dtype {array.dtype}, but a bias is added to the scores; pass '
       'booleans as mask=, numbers as floats'
     )
-  extra = array.ndim - len(shape)
-  full = (1,) * -extra + array.shape
-  if extra > 0 and array.ndim <= 4 and full[:extra] == (1,) * extra:
-    full = full[extra:]
+  full = array.shape if array.ndim > 4 else fit_rank(array.shape, len(shape))
   checks.broadcast('bias', full, shape, letters)
   return jnp.reshape(array, full)
+
+
+def fit_rank(shape: tuple[int, ...], ndim: int) -> tuple[int, ...]:
+  """A shape with leading ones added, or dropped where they are, to ndim."""
+  shape = (1,) * (ndim - len(shape)) + shape
+  extra = len(shape) - ndim
+  return shape[extra:] if shape[:extra] == (1,) * extra else shape
 
 
 def as_positions(

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from mha_jax.attention import masks
-from mha_jax.attention.arguments import as_positions
+from mha_jax.attention.arguments import as_positions, fit_rank
 from mha_jax.attention.notation import Array
 
 
@@ -23,10 +23,7 @@ def fold(name: str, array: Any, batch: tuple[int, ...]) -> Any:
   lead = array.shape[:-3]
   if len(batch) == 1 or not lead:
     return array
-  extra = len(lead) - len(batch)
-  full = (1,) * -extra + lead
-  if extra > 0 and full[:extra] == (1,) * extra:
-    full = full[extra:]
+  full = fit_rank(lead, len(batch))
   fits = len(full) == len(batch) and all(
     size in (1, whole) for size, whole in zip(full, batch, strict=True)
   )

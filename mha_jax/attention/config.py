@@ -108,7 +108,7 @@ class AttentionConfig:
     return x_BHTK if rope is None else rope.rotate_heads(x_BHTK, at)
 
   def check_sizes(self, *may_be_zero: str) -> None:
-    """Raises a ValueError unless every integer field is positive."""
+    """Makes every integer field a plain int; a ValueError unless positive."""
     for name, kind in typing.get_type_hints(type(self)).items():
       value = getattr(self, name)
       optional = kind == int | None and value is None

@@ -4,10 +4,10 @@
 it attention of many, and `in_axes` alone tells which heads share a key and a
 value; nothing is repeated in memory.
 
-  vmap over         q  k          v         MHA    GQA      MQA
-  batch rows b      0  0          0
-  kv heads n        0  0 or None  0 or None n = h  1 < n < h  n = 1
-  group's heads g   0  None       None      g = 1  g = h/n    g = h
+  vmap over        q  k          v          MHA    GQA        MQA
+  batch rows b     0  0          0
+  kv heads n       0  0 or None  0 or None  n = h  1 < n < h  n = 1
+  group's heads g  0  None       None       g = 1  g = h / n  g = h
 
 Over kv heads an axis of size 1 is shared (`None`), any other is mapped (0): so
 is each part of a key that comes in parts. Latent attention, expanded, has keys

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mha_jax.attention import batching, heads, masks
+from mha_jax.attention import batching, calls, heads, masks
 from mha_jax.attention.caches import Cache, StaticCache, View, check_cache
 from mha_jax.attention.config import AttentionConfig, Heads, Parts, Rows
 from mha_jax.attention.dropout import Dropout, check_dropout
@@ -126,12 +126,12 @@ def apply(
   Raises:
     ValueError: inputs, params or options do not fit the config.
   """
-  _check_sources(config, inputs_k, inputs_v)
-  _check_positions(config, inputs_k, input_positions, key_positions, cache)
+  calls.check_sources(config, inputs_k, inputs_v)
+  calls.check_positions(config, inputs_k, input_positions, key_positions, cache)
   x = jnp.asarray(inputs_q)
   y = x if inputs_k is None else jnp.asarray(inputs_k)
   z = y if inputs_v is None else jnp.asarray(inputs_v)
-  _check_inputs(config, x, y, z)
+  calls.check_inputs(config, x, y, z)
   batch, h, t = x.shape[:-2], config.num_heads, x.shape[-2]
   s = y.shape[-2]
   if cache is not None:
@@ -154,8 +154,10 @@ def apply(
     return_weights,
     implementation,
   )
-  gates = None if head_gates is None else _gates(head_gates, h)
-  valid = _check_cached_call(cache, valid, scores, batch, t, inputs_k)
+  gates = None if head_gates is None else calls.gates(head_gates, h)
+  valid = calls.check_cached_call(
+    cache, valid, (*batch, t), inputs_k, mask, bias, dropout
+  )
   heads.pick(implementation)
   check_params(config.table, params)
   dtype = compute_dtype(dtype, x, y, z, *jax.tree.leaves(params))
@@ -206,11 +208,11 @@ def keys_values(
   Returns:
     A cache for `apply(config, params, x, cache=cache)`.
   """
-  _check_sources(config, inputs_k, inputs_v)
+  calls.check_sources(config, inputs_k, inputs_v)
   y = jnp.asarray(inputs_k)
   z = y if inputs_v is None else jnp.asarray(inputs_v)
   x = jnp.zeros((*y.shape[:-2], 0, config.d_model), y.dtype)
-  _check_inputs(config, x, y, z)
+  calls.check_inputs(config, x, y, z)
   check_params(config.table, params)
   batch, s = y.shape[:-2], y.shape[-2]
   keys = batching.positions('key_positions', key_positions, batch, s)
@@ -244,120 +246,3 @@ def _attend_cache(
     rows, config.queries(rows, x, at), view.entries, core
   )
   return o, weights, cache
-
-
-def _check_sources(config: Any, inputs_k: Any, inputs_v: Any) -> None:
-  """Raises a ValueError unless config and sources are of the right kind."""
-  if not isinstance(config, AttentionConfig):
-    raise ValueError(
-      f'config={config!r} must be an AttentionConfig, as GroupedConfig(...)'
-    )
-  if inputs_k is None and inputs_v is not None:
-    raise ValueError(
-      'inputs_v is given without inputs_k; pass the keys too, or the one '
-      'source of both as inputs_k'
-    )
-  if config.values_from_keys and inputs_v is not None:
-    raise ValueError(
-      'inputs_v is given, but keys and values are made of inputs_k together; '
-      'leave inputs_v None'
-    )
-
-
-def _check_positions(
-  config: AttentionConfig,
-  inputs_k: Any,
-  input_positions: Any,
-  key_positions: Any,
-  cache: Any,
-) -> None:
-  """Raises a ValueError where positions are one-sided, or the cache's own."""
-  alone = input_positions is not None and key_positions is None
-  if config.rotary is not None and alone and inputs_k is not None:
-    raise ValueError(
-      'input_positions are given but key_positions are None, and RoPE turns '
-      'the keys of inputs_k too; pass key_positions, or leave inputs_k None '
-      'for self-attention'
-    )
-  if cache is None:
-    return
-  own = key_positions is not None or (
-    input_positions is not None and not isinstance(cache, StaticCache)
-  )
-  if own:
-    raise ValueError(
-      'input_positions and key_positions come from the cache; leave them None'
-    )
-
-
-def _check_cached_call(
-  cache: Any,
-  valid: Any,
-  scores: _Scores,
-  batch: tuple[int, ...],
-  t: int,
-  inputs_k: Any,
-) -> Array | None:
-  """`valid` as (b, t); a ValueError where a call does not go with its cache."""
-  if cache is None:
-    if valid is not None:
-      raise ValueError('valid is given without a cache; pass a mask instead')
-    return None
-  if inputs_k is not None:
-    raise ValueError(
-      'inputs_k is given with a cache, which holds the keys; pass inputs_q '
-      'alone, or project inputs_k once by keys_values'
-    )
-  if scores.dropout is not None:
-    raise ValueError(
-      'dropout is on with a cache; decoding has none: pass deterministic=True'
-    )
-  columns = scores.mask is not None and scores.mask.by_column
-  if cache.window is not None and (columns or scores.bias is not None):
-    raise ValueError(
-      'mask or bias goes by columns, which a WindowCache has not; use causal '
-      'and window masks, or a KVCache'
-    )
-  if valid is None:
-    return None
-  array = jnp.asarray(valid)
-  if array.dtype != jnp.bool_ or array.shape != (*batch, t):
-    raise ValueError(
-      f'valid of {array.dtype} and shape {array.shape} must be booleans of '
-      f'shape {(*batch, t)}, False for padding'
-    )
-  return jnp.reshape(array, (math.prod(batch), t))
-
-
-def _check_inputs(
-  config: AttentionConfig, x: Array, y: Array, z: Array
-) -> None:
-  """Raises a ValueError unless the inputs fit each other and the config."""
-  for letter, a, width in zip(
-    'qkv', (x, y, z), config.input_widths, strict=True
-  ):
-    if a.ndim < 2 or a.shape[-1] != width:
-      raise ValueError(
-        f'inputs_{letter} of shape {a.shape} must be (..., length, {width}): '
-        f'the projections were made for {width} features'
-      )
-  if y.shape[:-1] != z.shape[:-1]:
-    raise ValueError(
-      f'inputs_k of shape {y.shape} and inputs_v of shape {z.shape} must agree '
-      'in batch and length'
-    )
-  if x.shape[:-2] != y.shape[:-2]:
-    raise ValueError(
-      f'inputs_q of shape {x.shape} and inputs_k of shape {y.shape} must agree '
-      'in their batch dimensions'
-    )
-
-
-def _gates(head_gates: Any, h: int) -> Array:
-  """The gates (h,) as (1, h, 1, 1)."""
-  gates = jnp.asarray(head_gates)
-  if gates.shape != (h,):
-    raise ValueError(
-      f'head_gates of shape {gates.shape} must be ({h},): one factor a head'
-    )
-  return jnp.reshape(gates, (1, h, 1, 1))

@@ -1,7 +1,6 @@
 """Masks: which query may attend to which key.
 
-A `Mask` is a small frozen pytree that is evaluated from coordinates, whole or
-by block, and composed with `&` and `|`:
+Each kind is made by its function and composed with `&` and `|`:
 
   >>> print(masks.causal().draw(3, 4))
   ■ · · ·
@@ -12,163 +11,40 @@ by block, and composed with `&` and `|`:
 `dense`, `lengths` and `segments` go by the row and column of the call. Without
 `input_positions` the two are the same. Where the inputs have several batch
 dimensions, b counts the rows of all of them.
-
-Array leaves lead with (b, h), size 1 where they do not vary. `heads.py` peels
-off one axis per vmap, so that inside a head a dense mask is (t, s).
 """
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from mha_jax.attention import checks
-from mha_jax.attention.arguments import as_integers
-from mha_jax.attention.notation import Array, Bool, Int
+from mha_jax.attention.arguments import ArrayLike, as_integers
+from mha_jax.attention.mask_algebra import (
+  Axis,
+  Mask,
+  all_of,
+  as_mask,
+  check_peeled,
+  dense,
+  from_numbers,
+)
+from mha_jax.attention.notation import Array, Bool
 
-ArrayLike = Any
-"""An array, a NumPy array or a nested list of numbers."""
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Axis:
-  """The tokens along one axis of the scores.
-
-  Args:
-    size: the number of tokens.
-    positions: their positions; None: 0, 1, 2, ...
-  """
-
-  size: int = dataclasses.field(metadata={'static': True})
-  positions: Array | None = None  # (size,)
-
-  def position_of_each(self) -> Int[Array, ' size']:
-    return jnp.arange(self.size) if self.positions is None else self.positions
-
-
-class Mask:
-  """What all masks can do; see `causal`, `lengths` and `dense`."""
-
-  def evaluate(self, queries: Axis, keys: Axis) -> Bool[Array, '#t #s']:
-    """True where a query may attend to a key, for one batch row and head."""
-    raise NotImplementedError
-
-  def check(self, shape: tuple[int, int, int, int]) -> None:
-    """Raises a ValueError unless the mask fits scores (b, h, t, s)."""
-
-  def __and__(self, other: 'Mask') -> 'Mask':
-    return And(self, _operand(other))
-
-  def __or__(self, other: 'Mask') -> 'Mask':
-    return Or(self, _operand(other))
-
-  __rand__, __ror__ = __and__, __or__
-  __array_ufunc__ = None  # NumPy arrays leave & and | to the mask
-
-  @property
-  def by_position(self) -> bool:
-    """Whether it compares positions."""
-    return False
-
-  @property
-  def by_column(self) -> bool:
-    """Whether it goes by the columns of the call."""
-    return not self.by_position
-
-  def __bool__(self) -> bool:
-    raise ValueError('masks combine with & and |, not with `and` and `or`')
-
-  def draw(self, t: int, s: int, batch: int = 0, head: int = 0) -> str:
-    """The mask of one batch row and head as text.
-
-    Args:
-      t: the number of queries, a line each.
-      s: the number of keys, a column each.
-      batch: the batch row to draw.
-      head: the head to draw.
-
-    Returns:
-      ■ where a query may attend to a key, · where it may not.
-    """
-
-    allowed = np.asarray(self.array(t, s))
-    for name, index, size in zip(
-      ('batch', 'head'), (batch, head), allowed.shape, strict=False
-    ):
-      if size > 1:
-        checks.whole(name, index, 0, size - 1)
-    rows = allowed[batch % allowed.shape[0], head % allowed.shape[1]]
-    return '\n'.join(' '.join('■' if x else '·' for x in row) for row in rows)
-
-  def array(self, t: int, s: int) -> Bool[Array, '_ _ t s']:
-    """The mask as booleans (b, h, t, s), b and h of size 1 where shared."""
-    leaves = jax.tree.leaves(self)
-    sizes = [max((x.shape[i] for x in leaves), default=1) for i in (0, 1)]
-    self.check((sizes[0], sizes[1], t, s))
-
-    def spread(leaf: Array) -> Array:
-      return jnp.broadcast_to(leaf, (*sizes, *leaf.shape[2:]))
-
-    def one(mask: Mask) -> Array:
-      return jnp.broadcast_to(mask.evaluate(Axis(t), Axis(s)), (t, s))
-
-    if not leaves:
-      return one(self)[None, None]
-    return jax.vmap(jax.vmap(one))(jax.tree.map(spread, self))
-
-
-def _operand(other: Any) -> Mask:
-  """A Mask from what stands on the other side of & or |."""
-  if other is None:
-    raise ValueError('a Mask combines with a Mask or an array, not with None')
-  mask = as_mask(from_numbers(other))
-  assert mask is not None
-  return mask
-
-
-@dataclasses.dataclass(frozen=True)
-class _Pair(Mask):
-  """Two masks, to be combined."""
-
-  left: Mask
-  right: Mask
-
-  @property
-  def by_position(self) -> bool:
-    return self.left.by_position or self.right.by_position
-
-  @property
-  def by_column(self) -> bool:
-    return self.left.by_column or self.right.by_column
-
-  def check(self, shape: tuple[int, int, int, int]) -> None:
-    self.left.check(shape)
-    self.right.check(shape)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class And(_Pair):
-  """Both masks allow it."""
-
-  def evaluate(self, queries: Axis, keys: Axis) -> Bool[Array, '#t #s']:
-    left = self.left.evaluate(queries, keys)
-    return left & self.right.evaluate(queries, keys)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Or(_Pair):
-  """Either mask allows it."""
-
-  def evaluate(self, queries: Axis, keys: Axis) -> Bool[Array, '#t #s']:
-    left = self.left.evaluate(queries, keys)
-    return left | self.right.evaluate(queries, keys)
+__all__ = [
+  'Axis',
+  'Mask',
+  'all_of',
+  'as_mask',
+  'causal',
+  'dense',
+  'from_numbers',
+  'lengths',
+  'segments',
+  'window',
+]
 
 
 @jax.tree_util.register_dataclass
@@ -228,7 +104,7 @@ def _first(name: str, length: Any, size: int) -> Bool[Array, ' size']:
   """True for the first `length` of `size` tokens; None: for all."""
   if length is None:
     return jnp.ones(size, bool)
-  _check_peeled(name, length.shape, 0)
+  check_peeled(name, length.shape, 0)
   return jnp.arange(size) < jnp.reshape(length, (1,))
 
 
@@ -242,7 +118,7 @@ class Segments(Mask):
 
   def evaluate(self, queries: Axis, keys: Axis) -> Bool[Array, 't s']:
     for name, array in (('segments', self.queries), ('segments', self.keys)):
-      _check_peeled(name, array.shape, 1)
+      check_peeled(name, array.shape, 1)
     row = jnp.reshape(self.queries, self.queries.shape[-1:])
     column = jnp.reshape(self.keys, self.keys.shape[-1:])
     return row[:, None] == column[None, :]
@@ -259,30 +135,6 @@ class Segments(Mask):
           f'segments: {name} of shape {array.shape[::2]} must be (b, length) '
           f'= ({b}, {size})'
         )
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Dense(Mask):
-  """A boolean array: True may attend."""
-
-  allowed: Any  # (b, h, t, s), inside a head (t, s)
-
-  def evaluate(self, queries: Axis, keys: Axis) -> Bool[Array, '#t #s']:
-    _check_peeled('mask', self.allowed.shape, 2)
-    return jnp.reshape(self.allowed, self.allowed.shape[-2:])
-
-  def check(self, shape: tuple[int, int, int, int]) -> None:
-    checks.broadcast('mask', self.allowed.shape, shape, 'bhts')
-
-
-def _check_peeled(name: str, shape: tuple[int, ...], ndim: int) -> None:
-  """Raises where more than the last ndim dimensions vary."""
-  if any(size != 1 for size in shape[: len(shape) - ndim]):
-    raise ValueError(
-      f'{name} of shape {shape} varies over batch rows or heads, but attend '
-      'works on one head; use multihead_attention'
-    )
 
 
 def causal() -> Mask:
@@ -342,62 +194,3 @@ def _integers(name: str, values: ArrayLike, *letters: str) -> Array:
   array = as_integers(name, values, wanted, lambda shape: len(shape) > ndim)
   batch = array.shape[: array.ndim - ndim]
   return jnp.reshape(array, (math.prod(batch), *array.shape[len(batch) :]))
-
-
-def dense(allowed: ArrayLike) -> Mask:
-  """True where a query may attend to a key.
-
-  Args:
-    allowed: booleans that broadcast to (b, h, t, s).
-
-  Raises:
-    ValueError: not boolean, or more than four dimensions.
-  """
-  array = jnp.asarray(allowed)
-  if array.dtype != jnp.bool_:
-    raise ValueError(
-      f'mask has dtype {array.dtype}, but a mask is boolean, True may attend; '
-      'pass additive values as bias=, or compare: mask != 0'
-    )
-  if array.ndim > 4:
-    raise ValueError(
-      f'mask of shape {array.shape} must have at most 4 dimensions, that '
-      'broadcast to (b, h, t, s)'
-    )
-  return Dense(jnp.reshape(array, (1,) * (4 - array.ndim) + array.shape))
-
-
-def as_mask(mask: Mask | ArrayLike | None) -> Mask | None:
-  """A Mask from what users pass as `mask=`: a Mask, a boolean array or None."""
-  if callable(mask):
-    raise ValueError(f'mask={mask} is a function; call it, as masks.causal()')
-  return mask if mask is None or isinstance(mask, Mask) else dense(mask)
-
-
-def all_of(*masks: Mask | ArrayLike | None) -> Mask | None:
-  """All of the masks at once; None: no condition."""
-  given = [x for x in map(as_mask, masks) if x is not None]
-  return functools.reduce(And, given) if given else None
-
-
-def from_numbers(mask: Mask | ArrayLike | None) -> Mask | ArrayLike | None:
-  """A boolean array from Flax's mask helpers' 0/1 numbers.
-
-  Nonzero may attend. Masks, booleans and None come back as they are.
-
-  Raises:
-    ValueError: a number is negative or NaN, as in additive masks (where the
-      values are known, that is, outside of jit).
-  """
-  if mask is None or isinstance(mask, Mask) or callable(mask):
-    return mask
-  array = jnp.asarray(mask)
-  if array.dtype == jnp.bool_:
-    return array
-  known = not isinstance(mask, jax.core.Tracer)
-  if known and not np.all(np.asarray(mask) >= 0):
-    raise ValueError(
-      'mask holds negative numbers or NaN, but nonzero may attend; pass '
-      'additive values as bias=, or mask == 0'
-    )
-  return array != 0

@@ -4,9 +4,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
-from mha_jax.attention import checks
 from mha_jax.attention.config import AttentionConfig
 from mha_jax.attention.grouped import GroupedConfig
 from mha_jax.attention.latent import LatentConfig
@@ -81,55 +78,3 @@ def build(kind: str, **options: Any) -> AttentionConfig:
     if name not in given:
       raise ValueError(f'{name}=None: {kind!r} needs it: {what}')
   return variant.config(**{**given, **variant.fixed})
-
-
-def kind_of(kind: str, num_heads: int, num_kv_heads: int | None) -> str:
-  """The variant that a module of the grouped family is.
-
-  `MultiHeadAttention` takes num_kv_heads as `flax.nnx.MultiHeadAttention` does,
-  and is then grouped.
-  """
-  own = num_kv_heads in (None, num_heads)
-  return 'gqa' if kind == 'mha' and not own else kind
-
-
-def widths(inputs_q: Any, inputs_k: Any, inputs_v: Any) -> tuple[int, int, int]:
-  """The features of a module's inputs, where None stands for the one before.
-
-  Raises:
-    ValueError: an input has fewer than two dimensions.
-  """
-  inputs_k = inputs_q if inputs_k is None else inputs_k
-  inputs_v = inputs_k if inputs_v is None else inputs_v
-  found = []
-  for name, x in (('q', inputs_q), ('k', inputs_k), ('v', inputs_v)):
-    shape = np.shape(x)
-    if len(shape) < 2:
-      raise ValueError(
-        f'inputs_{name} of shape {shape} must be (..., length, features)'
-      )
-    found.append(shape[-1])
-  return found[0], found[1], found[2]
-
-
-def head_dim_of(
-  num_heads: int, qkv_features: int | None, head_dim: int | None
-) -> int | None:
-  """head_dim from Flax's qkv_features = h k; None where both are None.
-
-  Raises:
-    ValueError: they contradict each other or do not divide.
-  """
-  checks.positive('num_heads', num_heads)
-  if qkv_features is None:
-    return head_dim
-  if head_dim is None:
-    checks.positive('qkv_features', qkv_features)
-    checks.divides('num_heads', num_heads, 'qkv_features', qkv_features)
-    return qkv_features // num_heads
-  if qkv_features != head_dim * num_heads:
-    raise ValueError(
-      f'qkv_features={qkv_features} contradicts head_dim={head_dim} with '
-      f'num_heads={num_heads}; give one of the two'
-    )
-  return head_dim

@@ -92,8 +92,13 @@ class JaxNnTest(parameterized.TestCase):
     assert_close(got, wanted, 1e-5)
 
   def test_no_batch_dimension(self):
-    """(t, h, k), as jax.nn takes it."""
+    """(t, h, k), as jax.nn takes it, and its (1, 1, t, s) masks."""
     q, k, v = (x[0] for x in inputs(1, v=K, dtype=np.float32))
+    past = np.tri(T, S, dtype=bool)[None, None]
+    assert_same_bits(
+      dot_product_attention(q, k, v, mask=past),
+      dot_product_attention(q, k, v, is_causal=True),
+    )
     got = dot_product_attention(q, k, v, is_causal=True)
     wanted = jax.nn.dot_product_attention(q, k, v, is_causal=True)
     assert_close(got, wanted, 1e-5)
@@ -120,6 +125,24 @@ class LoopTest(oracles.X64TestCase):
     self.assertEqual(residual.shape, (*batch, T, H))
     assert_close(np.swapaxes(out.reshape(-1, T, H, V), 1, 2), wanted.out)
     assert_close(weights.reshape(-1, H, T, S), wanted.weights)
+
+  def test_the_least_float64_bias(self):
+    """Beside float32 inputs it is -inf: the query attends to nothing."""
+    q, k, v = (jnp.asarray(x, jnp.float32) for x in inputs(B))
+    bias = np.zeros((T, S))
+    bias[1] = np.finfo(np.float64).min
+    out = dot_product_attention(q, k, v, bias)
+    np.testing.assert_array_equal(out[:, 1], 0)
+    self.assertTrue(np.all(np.isfinite(out)))
+
+  def test_a_window_in_narrow_integers(self):
+    """NumPy's do not wrap around when negated."""
+    q, k, v = inputs(B)
+    narrow = np.array([2, 0], np.uint8)
+    assert_same_bits(
+      dot_product_attention(q, k, v, local_window_size=narrow),
+      dot_product_attention(q, k, v, local_window_size=(2, 0)),
+    )
 
   def test_residual(self):
     """The log of the denominator; -inf where there is nothing."""

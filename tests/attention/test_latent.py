@@ -184,6 +184,13 @@ class FormsTest(oracles.X64TestCase):
     bias = np.broadcast_to(p['out']['bias'], nobody.shape)
     assert_same_bits(nobody, bias)
 
+  @parameterized.parameters('float64', float)
+  def test_float64_by_any_name(self, dtype):
+    """The norms are then in float64 too."""
+    config = config_of('rope')
+    p, x = random_params(config), normal(1, B, T, D)
+    assert_same_bits(apply(config, p, x, dtype=dtype), apply(config, p, x))
+
   @parameterized.parameters(*FORMS)
   def test_bfloat16(self, form):
     """bfloat16 in and out, the same up to its rounding."""

@@ -388,6 +388,24 @@ class ErrorsTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, r'call it, as masks.causal\(\)'):
       call(masks.causal, x)
 
+  def test_taken_apart_by_vmap(self):
+    """Over its batch axis a mask no longer fits, and says so."""
+    x = np.ones((3, 5, 2), np.float32)
+    for mask in (
+      masks.lengths([2, 3, 4]),
+      masks.segments(np.ones((3, 5), int)),
+      masks.dense(np.ones((3, 1, 5, 5), bool)),
+    ):
+      f = jax.vmap(
+        lambda x, mask: attention_layer.apply(CONFIG, PARAMS, x, mask=mask)
+      )
+      with self.assertRaisesRegex(ValueError, 'of shape'):
+        f(x, mask)
+
+  def test_no_tokens(self):
+    """Segments of length 0 are segments."""
+    self.assertEqual(masks.segments(np.zeros((2, 0), int)).array(0, 0).size, 0)
+
   def test_python_and_would_drop_a_mask(self):
     """`and` and `or` give one operand alone, so they raise."""
     with self.assertRaisesRegex(ValueError, 'combine with & and |'):

@@ -240,6 +240,14 @@ class ErrorsTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       Projection(spec, sizes)
 
+  def test_parameters_of_another_shape(self):
+    """A row refuses what would broadcast."""
+    row = Projection('btd,dhk->bhtk', SIZES, use_bias=False)
+    with self.assertRaisesRegex(ValueError, r'has shapes .*\(5, 7, 1\)'):
+      row.apply({'kernel': jnp.ones((5, 7, 1))}, jnp.ones((2, 3, 5)))
+    with self.assertRaisesRegex(ValueError, r'has shapes .*\(1,\)'):
+      Norm('rms', 5).apply({'scale': jnp.ones(1)}, jnp.ones((2, 5)))
+
   @parameterized.parameters(((2, 3, 7),), ((3, 5),), ((2, 3, 5, 5),))
   def test_wrong_input(self, shape):
     """An input that does not fit the kernel is named with its shape."""

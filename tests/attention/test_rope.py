@@ -47,6 +47,11 @@ class RopeTest(oracles.X64TestCase):
       Rope(layout=layout).rotate(x, jnp.zeros(5, int)), x
     )
 
+  def test_integers(self):
+    """They become fractions."""
+    got = Rope().rotate([[1, 0]], [1])
+    assert_close(got, np.array([[np.cos(1), np.sin(1)]]), 1e-6)
+
   @parameterized.parameters(*LAYOUTS)
   def test_bfloat16(self, layout):
     """In bfloat16 only the result is rounded, at position 4001 too."""

@@ -1,0 +1,137 @@
+"""What a call must be: checks of its arguments, before anything is computed."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+from mha_jax.attention import masks
+from mha_jax.attention.caches import StaticCache
+from mha_jax.attention.config import AttentionConfig
+from mha_jax.attention.notation import Array
+
+
+def check_sources(config: Any, inputs_k: Any, inputs_v: Any) -> None:
+  """Raises a ValueError unless config and sources are of the right kind."""
+  if not isinstance(config, AttentionConfig):
+    raise ValueError(
+      f'config={config!r} must be an AttentionConfig, as GroupedConfig(...)'
+    )
+  if inputs_k is None and inputs_v is not None:
+    raise ValueError(
+      'inputs_v is given without inputs_k; pass the keys too, or the one '
+      'source of both as inputs_k'
+    )
+  if config.values_from_keys and inputs_v is not None:
+    raise ValueError(
+      'inputs_v is given, but keys and values are made of inputs_k together; '
+      'leave inputs_v None'
+    )
+
+
+def check_positions(
+  config: AttentionConfig,
+  inputs_k: Any,
+  input_positions: Any,
+  key_positions: Any,
+  cache: Any,
+) -> None:
+  """Raises a ValueError where positions are one-sided, or the cache's own."""
+  alone = input_positions is not None and key_positions is None
+  if config.rotary is not None and alone and inputs_k is not None:
+    raise ValueError(
+      'input_positions are given but key_positions are None, and RoPE turns '
+      'the keys of inputs_k too; pass key_positions, or leave inputs_k None '
+      'for self-attention'
+    )
+  if cache is None:
+    return
+  own = key_positions is not None or (
+    input_positions is not None and not isinstance(cache, StaticCache)
+  )
+  if own:
+    raise ValueError(
+      'input_positions and key_positions come from the cache; leave them None'
+    )
+
+
+def check_cached_call(
+  cache: Any,
+  valid: Any,
+  shape: tuple[int, ...],
+  inputs_k: Any,
+  mask: masks.Mask | None,
+  bias: Array | None,
+  dropout: Any,
+) -> Array | None:
+  """`valid` as (b, t); a ValueError where a call does not go with its cache.
+
+  Args:
+    cache: a cache, or None.
+    valid: booleans of `shape`, or None.
+    shape: (..., t), of the queries.
+    inputs_k: must be None with a cache.
+    mask: with a window by positions only.
+    bias: must be None with a window.
+    dropout: must be None with a cache.
+  """
+  if cache is None:
+    if valid is not None:
+      raise ValueError('valid is given without a cache; pass a mask instead')
+    return None
+  if inputs_k is not None:
+    raise ValueError(
+      'inputs_k is given with a cache, which holds the keys; pass inputs_q '
+      'alone, or project inputs_k once by keys_values'
+    )
+  if dropout is not None:
+    raise ValueError(
+      'dropout is on with a cache; decoding has none: pass deterministic=True'
+    )
+  columns = mask is not None and mask.by_column
+  if cache.window is not None and (columns or bias is not None):
+    raise ValueError(
+      'mask or bias goes by columns, which a WindowCache has not; use causal '
+      'and window masks, or a KVCache'
+    )
+  if valid is None:
+    return None
+  array = jnp.asarray(valid)
+  if array.dtype != jnp.bool_ or array.shape != shape:
+    raise ValueError(
+      f'valid of {array.dtype} and shape {array.shape} must be booleans of '
+      f'shape {shape}, False for padding'
+    )
+  return jnp.reshape(array, (math.prod(shape[:-1]), shape[-1]))
+
+
+def check_inputs(config: AttentionConfig, x: Array, y: Array, z: Array) -> None:
+  """Raises a ValueError unless the inputs fit each other and the config."""
+  for letter, a, width in zip(
+    'qkv', (x, y, z), config.input_widths, strict=True
+  ):
+    if a.ndim < 2 or a.shape[-1] != width:
+      raise ValueError(
+        f'inputs_{letter} of shape {a.shape} must be (..., length, {width}): '
+        f'the projections were made for {width} features'
+      )
+  if y.shape[:-1] != z.shape[:-1]:
+    raise ValueError(
+      f'inputs_k of shape {y.shape} and inputs_v of shape {z.shape} must agree '
+      'in batch and length'
+    )
+  if x.shape[:-2] != y.shape[:-2]:
+    raise ValueError(
+      f'inputs_q of shape {x.shape} and inputs_k of shape {y.shape} must agree '
+      'in their batch dimensions'
+    )
+
+
+def gates(head_gates: Any, h: int) -> Array:
+  """The gates (h,) as (1, h, 1, 1)."""
+  gates = jnp.asarray(head_gates)
+  if gates.shape != (h,):
+    raise ValueError(
+      f'head_gates of shape {gates.shape} must be ({h},): one factor a head'
+    )
+  return jnp.reshape(gates, (1, h, 1, 1))
