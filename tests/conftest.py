@@ -3,6 +3,8 @@
 import importlib.util
 import sys
 from collections.abc import Iterator
+from typing import Any
+from unittest import mock
 
 import hypothesis
 import jax
@@ -54,6 +56,21 @@ def quick_compile(request: pytest.FixtureRequest) -> Iterator[None]:
   jax.config.update('jax_disable_most_optimizations', quick)
   yield
   jax.config.update('jax_disable_most_optimizations', before)
+
+
+@pytest.fixture(scope='session', autouse=True)
+def small_blocks() -> Iterator[None]:
+  """Blocks of 3 queries and 4 keys, so that small inputs have many."""
+  from mha_jax.attention import blockwise  # not before the hook above
+
+  whole = blockwise.block_sizes
+
+  def sizes(t: int, s: int, group: int = 1) -> Any:
+    sizes = whole(t, s, group)
+    return blockwise.BlockSizes(min(3, sizes.queries), min(4, sizes.keys))
+
+  with mock.patch.object(blockwise, 'block_sizes', sizes):
+    yield
 
 
 def pytest_terminal_summary(

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from mha_jax.attention import checks
-from mha_jax.attention.notation import Array, Bool
+from mha_jax.attention.axes import Axis
+from mha_jax.attention.notation import Array, Bool, Int
 
 TILE = 32
 
@@ -46,26 +47,36 @@ class Dropout:
       key = jax.random.wrap_key_data(key)
     return Dropout(jax.random.split(key, (b, h)), self.rate)
 
-  def keep(self, t: int, s: int) -> Bool[Array, 't s']:
+  def keep(self, queries: Axis, keys: Axis) -> Bool[Array, 't s']:
     """True for the weights of one head that stay."""
-    rows, columns = -(-t // TILE), -(-s // TILE)
+    (row, rows), (column, columns) = _tiles(queries), _tiles(keys)
 
     def tile(i: Array, j: Array) -> Array:
       key = jax.random.fold_in(jax.random.fold_in(self.key, i), j)
       return jax.random.bernoulli(key, 1 - self.rate, (TILE, TILE))
 
-    row = jax.vmap(tile, in_axes=(None, 0))
-    grid = jax.vmap(row, in_axes=(0, None))
-    tiles = grid(jnp.arange(rows), jnp.arange(columns))
-    shape = (rows * TILE, columns * TILE)
-    return jnp.reshape(jnp.swapaxes(tiles, 1, 2), shape)[:t, :s]
+    line = jax.vmap(tile, in_axes=(None, 0))
+    grid = jax.vmap(line, in_axes=(0, None))
+    tiles = grid(rows, columns)
+    shape = (rows.size * TILE, columns.size * TILE)
+    bits = jnp.reshape(jnp.swapaxes(tiles, 1, 2), shape)
+    sizes = (queries.size, keys.size)
+    return jax.lax.dynamic_slice(bits, (row, column), sizes)
 
-  def apply(self, weights: Array) -> Array:
+  def apply(self, weights: Array, queries: Axis, keys: Axis) -> Array:
     """Drops from the weights (t, s) of one head."""
     if self.rate == 0:
       return weights
-    kept = self.keep(*weights.shape)
+    kept = self.keep(queries, keys)
     return jnp.where(kept, weights / (1 - self.rate), 0)
+
+
+def _tiles(axis: Axis) -> tuple[Any, Int[Array, ' _']]:
+  """Where in its first tile an axis starts, and the tiles that cover it."""
+  if axis.start is None:
+    return 0, jnp.arange(-(-axis.size // TILE))
+  count = 1 + -(-(axis.size - 1) // TILE)  # wherever it starts
+  return axis.start % TILE, axis.start // TILE + jnp.arange(count)
 
 
 def check_dropout(dropout: Any) -> None:

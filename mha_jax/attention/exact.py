@@ -24,6 +24,7 @@ import numpy as np
 
 from mha_jax.attention import checks, masks
 from mha_jax.attention.arguments import as_bias, as_positions
+from mha_jax.attention.axes import Axis
 from mha_jax.attention.dropout import check_dropout
 from mha_jax.attention.dtypes import compute_dtype, wide_dtype
 from mha_jax.attention.notation import Array, Bool, Float, Shaped
@@ -86,12 +87,8 @@ def attend(
   bias = as_bias(bias, (t, s), 'ts')
   # Before -inf is looked for: the least float64 is -inf in float32.
   bias = None if bias is None else bias.astype(wide_dtype(dtype))
-  allowed = allowed_pairs(
-    masks.as_mask(mask),
-    bias,
-    masks.Axis(t, query_positions),
-    masks.Axis(s, key_positions),
-  )
+  queries, keys = Axis(t, query_positions), Axis(s, key_positions)
+  allowed = allowed_pairs(masks.as_mask(mask), bias, queries, keys)
   if allowed is not None:
     used = jnp.any(allowed, axis=0) if used is None else used
     asking = jnp.any(allowed, axis=1)
@@ -99,17 +96,20 @@ def attend(
   if used is not None:
     ks, v = tuple(silence(k, used) for k in ks), silence(v, used)
   qs, ks, v = jax.tree.map(lambda x: x.astype(dtype), (qs, ks, v))
-  scores = _scores(qs, ks, bias, scale, logit_softcap)
+  logits = scores(qs, ks, scale, logit_softcap)
+  logits = logits if bias is None else logits + bias
   if allowed is not None:
-    scores = jnp.where(allowed, scores, -jnp.inf)
-  weights = _softmax(scores, allowed)
-  kept = weights if dropout is None else dropout.apply(weights)
+    logits = jnp.where(allowed, logits, -jnp.inf)
+  weights = _softmax(logits, allowed)
+  kept = weights
+  if dropout is not None:
+    kept = dropout.apply(weights, queries, keys)
   out = jnp.einsum(
     'ts,sv->tv', kept.astype(dtype), v, preferred_element_type=weights.dtype
   ).astype(dtype)
   asked: list[Array] = [weights.astype(dtype)] if return_weights else []
   if return_residual:
-    asked.append(jax.nn.logsumexp(scores, axis=-1))
+    asked.append(jax.nn.logsumexp(logits, axis=-1))
   return (out, *asked) if asked else out
 
 
@@ -127,8 +127,8 @@ def default_scale(qs: tuple[Array, ...]) -> float:
 def allowed_pairs(
   mask: masks.Mask | None,
   bias: Float[Array, '#t #s'] | None,
-  queries: masks.Axis,
-  keys: masks.Axis,
+  queries: Axis,
+  keys: Axis,
 ) -> Bool[Array, 't s'] | None:
   """Which query may attend to which key, by mask and bias; None: all."""
   allowed = None if mask is None else mask.evaluate(queries, keys)
@@ -149,24 +149,23 @@ def silence(
   return jnp.where(used[:, None], x, 0)
 
 
-def _scores(
+def scores(
   qs: tuple[Float[Array, 't _'], ...],
   ks: tuple[Float[Array, 's _'], ...],
-  bias: Float[Array, '#t #s'] | None,
   scale: float | Array,
   logit_softcap: float | None,
 ) -> Float[Array, 't s']:
-  """softcap(scale sum_i q_i k_i^T) + bias, in float32 at least."""
+  """softcap(scale sum_i q_i k_i^T), in float32 at least."""
   wide = wide_dtype(qs[0].dtype)
   parts = [
     jnp.einsum('tk,sk->ts', q, k, preferred_element_type=wide)
     for q, k in zip(qs, ks, strict=True)
   ]
-  scores = functools.reduce(operator.add, parts) * jnp.asarray(scale, wide)
-  if logit_softcap is not None:
-    cap = float(logit_softcap)  # a NumPy float64 would promote
-    scores = cap * jnp.tanh(scores / cap)
-  return scores if bias is None else scores + bias.astype(wide)
+  scaled = functools.reduce(operator.add, parts) * jnp.asarray(scale, wide)
+  if logit_softcap is None:
+    return scaled
+  cap = float(logit_softcap)  # a NumPy float64 would promote
+  return cap * jnp.tanh(scaled / cap)
 
 
 def _softmax(

@@ -15,6 +15,7 @@ and values by head and one rotary key, (0, None) and 0; absorbed, it is MQA.
 Masks, biases, positions and dropout keys ride along by the same rule.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -22,19 +23,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mha_jax.attention import checks, exact, masks
+from mha_jax.attention import blockwise, checks, exact, masks
 from mha_jax.attention.arguments import as_bias, as_positions
+from mha_jax.attention.axes import Axis, Blocks
+from mha_jax.attention.choice import choose
 from mha_jax.attention.dropout import check_dropout
 from mha_jax.attention.dtypes import compute_dtype, wide_dtype
 from mha_jax.attention.notation import Array, Shaped
 
-Attend = Callable[..., Any]
 Parts = tuple[Array, ...]
 KeysValues = tuple[Parts, Array]
 Extras = dict[str, Any]
 """What belongs to a score and not to q, k or v: leaves lead with (b, n, g)."""
 
-IMPLEMENTATIONS: dict[str, Attend] = {'exact': exact.attend}
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
+  'exact': exact.attend,
+  'blockwise': blockwise.attend,
+}
+
+OF_MASKS = ('mask', 'query_positions', 'key_positions')
 
 
 def multihead_attention(
@@ -75,7 +82,7 @@ def multihead_attention(
       dropout.
     return_residual: whether to return the log of the softmax's denominator
       (b, h, t) too, see `attend`.
-    implementation: 'auto' or 'exact'.
+    implementation: 'exact', 'blockwise', or 'auto', see `choose`.
 
   Returns:
     The output (b, h, t, v) in the inputs' common dtype; with return_weights or
@@ -92,7 +99,7 @@ def multihead_attention(
     jnp.asarray(v_BNSV),
   )
   b, h, t, n, s = _check_shapes(qs, ks, v)
-  attend = pick(implementation)
+  chosen = choose(implementation, t, s, return_weights)
   checks.softcap(logit_softcap)
   check_dropout(dropout)
   exact.check_scale(scale)
@@ -107,23 +114,31 @@ def multihead_attention(
     'dropout': None if dropout is None else dropout.per_head(b, h),
   }
   extras = jax.tree.map(lambda leaf: _split_heads(leaf, n, h // n), extras)
+  shared: dict[str, Any] = {
+    'scale': scale,
+    'logit_softcap': logit_softcap,
+    'return_residual': return_residual,
+  }
+  one_by_one = False
+  if chosen == 'exact':
+    shared['return_weights'] = return_weights
+  else:
+    one_by_one = blockwise.fits_better_alone(t)
+    shared['sizes'] = sizes = blockwise.block_sizes(t, s, h // n)
+    blocks = Blocks(t, sizes.queries), Blocks(s, sizes.keys)
+    extras['pairs'] = _block_pairs(extras, *blocks, by_head=one_by_one)
 
   def one_head(qs: Parts, kv: KeysValues, extras: Extras) -> Any:
-    return attend(
-      qs,
-      *kv,
-      scale=scale,
-      logit_softcap=logit_softcap,
-      return_weights=return_weights,
-      return_residual=return_residual,
-      **extras,
-    )
+    return IMPLEMENTATIONS[chosen](qs, *kv, **shared, **extras)
 
-  per_group = _share_kv(one_head)
-  per_row = _map_heads(per_group)
-  per_batch = _map_rows(per_row)
+  def one_row(qs: Parts, kv: KeysValues, extras: Extras) -> Any:
+    return _each(per_group, qs, kv, extras, one_by_one=one_by_one)
+
+  per_group = _map_group(one_head)
+  if chosen == 'exact':
+    per_group = _silence_together(per_group)
   grouped_qs = tuple(jnp.reshape(q, (b, n, h // n, *q.shape[2:])) for q in qs)
-  out = per_batch(grouped_qs, (ks, v), extras)
+  out = _each(one_row, grouped_qs, (ks, v), extras, one_by_one=one_by_one)
   return jax.tree.map(lambda x: jnp.reshape(x, (b, h, *x.shape[3:])), out)
 
 
@@ -141,90 +156,122 @@ def check_pairs(
   return mask, as_bias(bias, shape, 'bhts')
 
 
-def _map_rows(function: Callable[..., Any]) -> Callable[..., Any]:
-  """Maps over batch rows: each has its own q, k and v."""
+def _map_group(one_head: Callable[..., Any]) -> Callable[..., Any]:
+  """Maps over the query heads of a group, which share one k and one v."""
 
   def mapped(qs: Parts, kv: KeysValues, extras: Extras) -> Any:
-    extras, axes = _peel(extras)
-    return jax.vmap(function, in_axes=(0, 0, axes))(qs, kv, extras)
+    return _each(one_head, qs, jax.tree.map(lambda x: x[None], kv), extras)
 
   return mapped
 
 
-def _map_heads(function: Callable[..., Any]) -> Callable[..., Any]:
-  """Maps over key/value heads; a part with one head serves them all."""
+def _silence_together(per_group: Callable[..., Any]) -> Callable[..., Any]:
+  """Silences the keys that no head of a group may attend to.
 
-  def mapped(qs: Parts, kv: KeysValues, extras: Extras) -> Any:
-    kv, kv_axes = _peel(kv)
-    extras, axes = _peel(extras)
-    return jax.vmap(function, in_axes=(0, kv_axes, axes))(qs, kv, extras)
-
-  return mapped
-
-
-def _share_kv(one_head: Callable[..., Any]) -> Callable[..., Any]:
-  """Maps over the query heads of a group, which share one k and one v.
-
-  Where the heads' masks differ, a key is silenced if no head of the group may
-  attend to it, so that k and v stay shared.
+  Where the heads' masks differ, each would silence others, and k and v would no
+  longer be shared.
   """
 
-  def mapped(
+  def silenced(
     qs: tuple[Shaped[Array, 'g t _'], ...],
     kv: tuple[tuple[Shaped[Array, 's _'], ...], Shaped[Array, 's v']],
     extras: Extras,
   ) -> Any:
-    extras, axes = _peel(extras)
-    (group, t), s = qs[0].shape[:2], kv[1].shape[0]
-    pair_names = ('mask', 'bias', 'query_positions', 'key_positions')
-    pair_axes = {name: axes[name] for name in pair_names}
-    extras['used'] = axes['used'] = None
-    if jax.tree.leaves(pair_axes):
+    pairs = {name: extras[name] for name in (*OF_MASKS, 'bias')}
+    t, s = qs[0].shape[1], kv[1].shape[0]
 
-      def allowed(pair: Extras) -> Any:
-        return exact.allowed_pairs(
-          pair['mask'],
-          pair['bias'],
-          masks.Axis(t, pair['query_positions']),
-          masks.Axis(s, pair['key_positions']),
-        )
-
-      pairs = {name: extras[name] for name in pair_names}
-      allowed_GTS = jax.vmap(allowed, in_axes=(pair_axes,), axis_size=group)(
-        pairs
+    def allowed(pair: Extras) -> Any:
+      return exact.allowed_pairs(
+        pair['mask'],
+        pair['bias'],
+        Axis(t, pair['query_positions']),
+        Axis(s, pair['key_positions']),
       )
-      extras['used'] = jnp.any(allowed_GTS, axis=(0, 1))
-    return jax.vmap(one_head, in_axes=(0, None, axes))(qs, kv, extras)
+
+    used = None
+    if any(x.shape[0] > 1 for x in jax.tree.leaves(pairs)):
+      used = jnp.any(_each(allowed, pairs), axis=(0, 1))[None]
+    return per_group(qs, kv, extras | {'used': used})
+
+  return silenced
+
+
+def _block_pairs(
+  extras: Extras, queries: Blocks, keys: Blocks, by_head: bool
+) -> blockwise.BlockPairs:
+  """The pairs of blocks to compute; leaves lead with (b, n, 1) or (1, 1, 1).
+
+  Args:
+    extras: what masks go by.
+    queries: the blocks of queries, keys: those of keys.
+    by_head: whether each batch row and key/value head has a list of its own. A
+      loop under `jax.vmap` has to have one for all.
+  """
+
+  def touches(extras: Extras) -> Array:
+    return blockwise.touches(
+      extras['mask'],
+      dataclasses.replace(queries, positions=extras['query_positions']),
+      dataclasses.replace(keys, positions=extras['key_positions']),
+    )
+
+  def per_head(extras: Extras) -> Array:
+    return jnp.any(_each(touches, extras), axis=0, keepdims=True)
+
+  def per_row(extras: Extras) -> Array:
+    return _each(per_head, extras)
+
+  touching = _each(per_row, {name: extras[name] for name in OF_MASKS})
+  if not by_head:
+    touching = jnp.any(touching, axis=(0, 1), keepdims=True)
+  return jax.vmap(jax.vmap(jax.vmap(blockwise.as_pairs)))(touching)
+
+
+def _each(
+  function: Callable[..., Any], *args: Any, one_by_one: bool = False
+) -> Any:
+  """Maps over the leading axis of every leaf; one of size 1 is shared.
+
+  Args:
+    function: takes args without their leading axis.
+    args: what to map over.
+    one_by_one: a loop in place of `jax.vmap`, so that what is computed at a
+      time fits a processor's cache.
+  """
+  leaves, tree = jax.tree.flatten(args)
+  in_axes = [None if x.shape[0] == 1 else 0 for x in leaves]
+  leaves = [x[0] if x.shape[0] == 1 else x for x in leaves]
+
+  def of_leaves(*leaves: Array) -> Any:
+    return function(*jax.tree.unflatten(tree, leaves))
+
+  if 0 not in in_axes:
+    return jax.tree.map(lambda x: x[None], of_leaves(*leaves))
+  mapping = _loop if one_by_one else jax.vmap
+  return mapping(of_leaves, in_axes=in_axes)(*leaves)
+
+
+def _loop(
+  function: Callable[..., Any], in_axes: list[int | None]
+) -> Callable[..., Any]:
+  """`jax.vmap` of arrays, one after the other."""
+
+  def mapped(*arrays: Array) -> Any:
+    pairs = list(zip(arrays, in_axes, strict=True))
+
+    def step(parts: list[Array]) -> Any:
+      rest = iter(parts)
+      return function(*(x if axis is None else next(rest) for x, axis in pairs))
+
+    return jax.lax.map(step, [x for x, axis in pairs if axis == 0])
 
   return mapped
-
-
-def _peel(tree: Any) -> tuple[Any, Any]:
-  """Takes off the leading axis of every leaf, where it is of size 1.
-
-  Returns the leaves and their in_axes: None for a shared axis, else 0.
-  """
-  peeled = jax.tree.map(lambda x: x[0] if x.shape[0] == 1 else x, tree)
-  axes = jax.tree.map(lambda x: None if x.shape[0] == 1 else 0, tree)
-  return peeled, axes
 
 
 def _split_heads(leaf: Array, n: int, g: int) -> Array:
   """(b, h, ...) -> (b, n, g, ...), or (b, 1, ...) -> (b, 1, 1, ...)."""
   heads = (n, g) if leaf.shape[1] == n * g else (1, 1)
   return jnp.reshape(leaf, (leaf.shape[0], *heads, *leaf.shape[2:]))
-
-
-def pick(implementation: str) -> Attend:
-  """The one-head function to map."""
-  if implementation == 'auto':
-    return exact.attend
-  if implementation not in IMPLEMENTATIONS:
-    raise ValueError(
-      f'implementation={implementation!r} is unknown; use one of '
-      f'{["auto", *IMPLEMENTATIONS]}'
-    )
-  return IMPLEMENTATIONS[implementation]
 
 
 def _check_shapes(

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mha_jax.attention import batching, calls, heads, masks
+from mha_jax.attention import batching, calls, choice, heads, masks
 from mha_jax.attention.caches import Cache, StaticCache, View, check_cache
 from mha_jax.attention.config import AttentionConfig, Heads, Parts, Rows
 from mha_jax.attention.dropout import Dropout, check_dropout
@@ -158,7 +158,7 @@ def apply(
   valid = calls.check_cached_call(
     cache, valid, (*batch, t), inputs_k, mask, bias, dropout
   )
-  heads.pick(implementation)
+  choice.check_name(implementation)
   check_params(config.table, params)
   dtype = compute_dtype(dtype, x, y, z, *jax.tree.leaves(params))
   rows = Rows(config.table, params, dtype)

@@ -16,24 +16,8 @@ import numpy as np
 
 from mha_jax.attention import checks
 from mha_jax.attention.arguments import ArrayLike, fit_rank
-from mha_jax.attention.notation import Array, Bool, Int
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Axis:
-  """The tokens along one axis of the scores.
-
-  Args:
-    size: the number of tokens.
-    positions: their positions; None: 0, 1, 2, ...
-  """
-
-  size: int = dataclasses.field(metadata={'static': True})
-  positions: Array | None = None  # (size,)
-
-  def position_of_each(self) -> Int[Array, ' size']:
-    return jnp.arange(self.size) if self.positions is None else self.positions
+from mha_jax.attention.axes import Axis, Blocks
+from mha_jax.attention.notation import Array, Bool
 
 
 class Mask:
@@ -42,6 +26,17 @@ class Mask:
   def evaluate(self, queries: Axis, keys: Axis) -> Bool[Array, '#t #s']:
     """True where a query may attend to a key, for one batch row and head."""
     raise NotImplementedError
+
+  def touches(
+    self, queries: Blocks, keys: Blocks
+  ) -> Bool[Array, '#query_blocks #key_blocks']:
+    """False where no query of block i may attend to any key of block j.
+
+    For one batch row and head. True is always safe: such a pair of blocks is
+    computed, any other is skipped.
+    """
+    del queries, keys
+    return jnp.ones((1, 1), bool)
 
   def check(self, shape: tuple[int, int, int, int]) -> None:
     """Raises a ValueError unless the mask fits scores (b, h, t, s)."""
@@ -136,6 +131,12 @@ class And(_Pair):
     left = self.left.evaluate(queries, keys)
     return left & self.right.evaluate(queries, keys)
 
+  def touches(
+    self, queries: Blocks, keys: Blocks
+  ) -> Bool[Array, '#query_blocks #key_blocks']:
+    left = self.left.touches(queries, keys)
+    return left & self.right.touches(queries, keys)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +147,12 @@ class Or(_Pair):
     left = self.left.evaluate(queries, keys)
     return left | self.right.evaluate(queries, keys)
 
+  def touches(
+    self, queries: Blocks, keys: Blocks
+  ) -> Bool[Array, '#query_blocks #key_blocks']:
+    left = self.left.touches(queries, keys)
+    return left | self.right.touches(queries, keys)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +162,15 @@ class Dense(Mask):
   allowed: Any  # (b, h, t, s), inside a head (t, s)
 
   def evaluate(self, queries: Axis, keys: Axis) -> Bool[Array, '#t #s']:
+    return keys.cut(queries.cut(self._of_one_head()), axis=1)
+
+  def touches(
+    self, queries: Blocks, keys: Blocks
+  ) -> Bool[Array, '#query_blocks #key_blocks']:
+    rows = queries.any(self._of_one_head())
+    return jnp.swapaxes(keys.any(jnp.swapaxes(rows, 0, 1)), 0, 1)
+
+  def _of_one_head(self) -> Bool[Array, '#t #s']:
     check_peeled('mask', self.allowed.shape, 2)
     return jnp.reshape(self.allowed, self.allowed.shape[-2:])
 

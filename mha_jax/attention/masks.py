@@ -22,8 +22,8 @@ import jax.numpy as jnp
 
 from mha_jax.attention import checks
 from mha_jax.attention.arguments import ArrayLike, as_integers
+from mha_jax.attention.axes import Axis, Blocks
 from mha_jax.attention.mask_algebra import (
-  Axis,
   Mask,
   all_of,
   as_mask,
@@ -31,10 +31,9 @@ from mha_jax.attention.mask_algebra import (
   dense,
   from_numbers,
 )
-from mha_jax.attention.notation import Array, Bool
+from mha_jax.attention.notation import Array, Bool, Int
 
 __all__ = [
-  'Axis',
   'Mask',
   'all_of',
   'as_mask',
@@ -58,6 +57,12 @@ class Causal(Mask):
     key, query = keys.position_of_each(), queries.position_of_each()
     return key[None, :] <= query[:, None]
 
+  def touches(
+    self, queries: Blocks, keys: Blocks
+  ) -> Bool[Array, 'query_blocks key_blocks']:
+    (_, last), (first, _) = queries.position_spans(), keys.position_spans()
+    return first[None, :] <= last[:, None]
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +82,17 @@ class Window(Mask):
       near = near & (ahead >= -self.left)
     return near if self.right is None else near & (ahead <= self.right)
 
+  def touches(
+    self, queries: Blocks, keys: Blocks
+  ) -> Bool[Array, 'query_blocks key_blocks']:
+    query, key = queries.position_spans(), keys.position_spans()
+    near = jnp.ones((queries.count, keys.count), bool)
+    if self.left is not None:
+      near = near & (key[1][None, :] - query[0][:, None] >= -self.left)
+    if self.right is not None:
+      near = near & (key[0][None, :] - query[1][:, None] <= self.right)
+    return near
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +103,15 @@ class Lengths(Mask):
   queries: Any  # likewise
 
   def evaluate(self, queries: Axis, keys: Axis) -> Bool[Array, '#t #s']:
-    rows = _first('query_lengths', self.queries, queries.size)
-    columns = _first('lengths', self.keys, keys.size)
+    rows = _before('query_lengths', queries.indices(), self.queries)
+    columns = _before('lengths', keys.indices(), self.keys)
+    return rows[:, None] & columns[None, :]
+
+  def touches(
+    self, queries: Blocks, keys: Blocks
+  ) -> Bool[Array, 'query_blocks key_blocks']:
+    rows = _before('query_lengths', queries.indices()[0], self.queries)
+    columns = _before('lengths', keys.indices()[0], self.keys)
     return rows[:, None] & columns[None, :]
 
   def check(self, shape: tuple[int, int, int, int]) -> None:
@@ -100,12 +123,14 @@ class Lengths(Mask):
         checks.broadcast(name, array.shape, shape[:2], 'bh')
 
 
-def _first(name: str, length: Any, size: int) -> Bool[Array, ' size']:
-  """True for the first `length` of `size` tokens; None: for all."""
+def _before(
+  name: str, indices: Int[Array, ' size'], length: Any
+) -> Bool[Array, ' size']:
+  """True for the rows or columns before a length; None: for all."""
   if length is None:
-    return jnp.ones(size, bool)
+    return jnp.ones(indices.shape, bool)
   check_peeled(name, length.shape, 0)
-  return jnp.arange(size) < jnp.reshape(length, (1,))
+  return indices < jnp.reshape(length, (1,))
 
 
 @jax.tree_util.register_dataclass
@@ -117,11 +142,21 @@ class Segments(Mask):
   keys: Any  # (b, h, s), inside a head (s,)
 
   def evaluate(self, queries: Axis, keys: Axis) -> Bool[Array, 't s']:
-    for name, array in (('segments', self.queries), ('segments', self.keys)):
-      check_peeled(name, array.shape, 1)
+    row, column = self._of_one_head()
+    return queries.cut(row)[:, None] == keys.cut(column)[None, :]
+
+  def touches(
+    self, queries: Blocks, keys: Blocks
+  ) -> Bool[Array, 'query_blocks key_blocks']:
+    row, column = self._of_one_head()
+    (low, high), (least, most) = queries.spans(row), keys.spans(column)
+    return (low[:, None] <= most[None, :]) & (high[:, None] >= least[None, :])
+
+  def _of_one_head(self) -> tuple[Int[Array, ' t'], Int[Array, ' s']]:
+    for array in (self.queries, self.keys):
+      check_peeled('segments', array.shape, 1)
     row = jnp.reshape(self.queries, self.queries.shape[-1:])
-    column = jnp.reshape(self.keys, self.keys.shape[-1:])
-    return row[:, None] == column[None, :]
+    return row, jnp.reshape(self.keys, self.keys.shape[-1:])
 
   def check(self, shape: tuple[int, int, int, int]) -> None:
     b, _, t, s = shape

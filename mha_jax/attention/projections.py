@@ -246,13 +246,18 @@ class Projection(Row):
     bias = params['bias'] if self.use_bias else None
     arrays = (x, kernel) if bias is None else (x, kernel, bias)
     dtype = compute_dtype(dtype, *arrays)
-    y = jnp.einsum(self.spec, x.astype(dtype), kernel.astype(dtype))
-    if bias is None:
-      return y
-    order = [c for c in output_letters if c in self.bias_letters]
-    bias = jnp.einsum(f'{self.bias_letters}->{"".join(order)}', bias)
-    spread = [sizes[c] if c in order else 1 for c in output_letters]
-    return y + jnp.reshape(bias.astype(dtype), spread)
+    # In any other order the kernel would be transposed, at every call.
+    kept = [c for c in input_letters if c not in self.contracted]
+    new = [c for c in self.bias_letters if c not in input_letters]
+    product = ''.join((*kept, *new))
+    spec = f'{input_letters},{self.kernel_letters}->{product}'
+    y = jnp.einsum(spec, x.astype(dtype), kernel.astype(dtype))
+    if bias is not None:
+      order = ''.join(c for c in product if c in self.bias_letters)
+      bias = jnp.einsum(f'{self.bias_letters}->{order}', bias.astype(dtype))
+      spread = [sizes[c] if c in order else 1 for c in product]
+      y = y + jnp.reshape(bias, spread)
+    return jnp.einsum(f'{product}->{output_letters}', y)
 
 
 Table = Mapping[str, Row]

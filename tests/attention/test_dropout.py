@@ -9,6 +9,7 @@ from absl.testing import parameterized
 from oracles import assert_close, assert_same_bits, normal
 
 from mha_jax.attention import Dropout, attend, multihead_attention
+from mha_jax.attention.axes import Axis
 from mha_jax.attention.dropout import TILE
 from mha_jax.attention.heads import IMPLEMENTATIONS
 
@@ -71,8 +72,8 @@ class DropoutTest(parameterized.TestCase):
   def test_tiles(self, t: int, s: int):
     """A shorter call keeps the bits of a longer one: tiles are fixed."""
     dropout = Dropout(jax.random.key(0), 0.4)
-    full = dropout.keep(2 * TILE + 6, 2 * TILE + 7)
-    part = dropout.keep(t, s)
+    full = dropout.keep(Axis(2 * TILE + 6), Axis(2 * TILE + 7))
+    part = dropout.keep(Axis(t), Axis(s))
     self.assertEqual(part.shape, (t, s))
     np.testing.assert_array_equal(part, full[:t, :s])
 
@@ -121,20 +122,19 @@ class DropoutTest(parameterized.TestCase):
 
     @jax.jit
     def loss(q, k, v):
-      out, weights = multihead_attention(
-        q,
-        k,
-        v,
-        dropout=dropout,
-        return_weights=True,
-        implementation=implementation,
+      out = multihead_attention(
+        q, k, v, dropout=dropout, implementation=implementation
       )
-      return jnp.sum(out), (out, weights)
+      return jnp.sum(out), out
 
-    grads, (out, weights) = jax.grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
+    grads, out = jax.grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
+    _, weights = multihead_attention(q, k, v, return_weights=True)
     keys = dropout.per_head(1, 2).key
     kept = np.stack(
-      [np.asarray(Dropout(keys[0, h], 0.4).keep(5, 7)) for h in range(2)]
+      [
+        np.asarray(Dropout(keys[0, h], 0.4).keep(Axis(5), Axis(7)))
+        for h in range(2)
+      ]
     )
     used = np.asarray(weights, np.float64)[0] * kept / 0.6
     assert_close(out[0], used @ v[0], 1e-5)

@@ -14,6 +14,7 @@ from hypothesis.extra import numpy as hnp
 from oracles import assert_close, assert_same_bits, booleans, normal
 
 from mha_jax.attention import Dropout, attend, masks
+from mha_jax.attention.axes import Axis
 
 T, S, K, V = 5, 7, 3, 11
 
@@ -205,7 +206,9 @@ class ContractsTest(parameterized.TestCase):
     dropped = attend(q, k, v, dropout=dropout, return_weights=True)
     assert_same_bits(dropped[1], plain[1])
     self.assertFalse(np.array_equal(dropped[0], plain[0]))
-    kept = np.where(dropout.keep(T, S), np.asarray(plain[1]) / 0.5, 0)
+    kept = np.where(
+      dropout.keep(Axis(T), Axis(S)), np.asarray(plain[1]) / 0.5, 0
+    )
     assert_close(dropped[0], kept @ v, 1e-5)
 
 

