@@ -1,7 +1,7 @@
 """Exercise 2: how far do parameters drop, how far does the KV cache shrink?
 
   python -m experiments.kv_cache
-  python -m experiments.kv_cache --config.length=8192 --config.ranks=16,64
+  python -m experiments.kv_cache --length=8192 --config.ranks=16,64
   python -m experiments.kv_cache --config=configs/kv_cache.py:deepseek_v2
 
 For MHA, GQA at each number of key/value heads, MQA, and MLA at each rank: the
@@ -12,10 +12,8 @@ and kv_cache.png into the workdir. With --config.decode_steps=0 (as for the
 published shapes) nothing is allocated.
 """
 
-import csv
 import dataclasses
 import functools
-import io
 import json
 import pathlib
 import statistics
@@ -44,6 +42,10 @@ from mha_jax.attention import (
 from mha_jax.attention.variants import build
 from mha_jax.training import record
 
+LENGTH = flags.DEFINE_integer(
+  'length', None, 'tokens in the cache; short for --config.length'
+)
+
 DTYPES = ('bfloat16', 'float16', 'float32')
 
 
@@ -56,6 +58,9 @@ class Settings:
 
 def parse() -> Settings:
   config = flags.FLAGS.config
+  if LENGTH.value is not None:
+    checks.positive('--length', LENGTH.value)
+    config.length = LENGTH.value
   sizes = ('d_model', 'num_heads', 'num_layers', 'length', 'batch_size')
   for name in (*sizes, 'repeats'):
     checks.positive(f'--config.{name}', config[name])
@@ -203,12 +208,8 @@ def report(chosen: Settings, rows: list[dict[str, Any]]) -> None:
       f'{row["tokens_per_s"]:,.0f}' if 'tokens_per_s' in row else '-',
     )
   Console().print(table)
-  buffer = io.StringIO()
-  writer = csv.DictWriter(buffer, list(rows[0]), lineterminator='\n')
-  writer.writeheader()
-  writer.writerows(rows)
   chosen.workdir.mkdir(parents=True, exist_ok=True)
-  record.write_text(chosen.workdir / 'results.csv', buffer.getvalue())
+  record.write_csv(chosen.workdir / 'results.csv', rows)
   lines = ''.join(json.dumps(row) + '\n' for row in rows)
   record.write_text(chosen.workdir / 'results.jsonl', lines)
   record.write_json(chosen.workdir / 'env.json', record.environment())

@@ -14,11 +14,9 @@ a failed one is recorded, does not end the sweep, and is tried again next time.
 Ctrl-C and SIGTERM stop; the same command goes on with what is missing.
 """
 
-import csv
 import dataclasses
 import functools
 import hashlib
-import io
 import json
 import pathlib
 from typing import Any
@@ -238,11 +236,7 @@ def report(rows: list[dict[str, Any]], chosen: Settings) -> None:
     print(f'n_heads={row["n_heads"]} failed: {row["error"]}')
   if not finished:
     return
-  buffer = io.StringIO()
-  writer = csv.DictWriter(buffer, list(summaries[0]), lineterminator='\n')
-  writer.writeheader()
-  writer.writerows(summaries)
-  record.write_text(chosen.workdir / 'results.csv', buffer.getvalue())
+  record.write_csv(chosen.workdir / 'results.csv', summaries)
   figure = chosen.workdir / 'sweep_heads.png'
   figures.sweep_heads(
     finished, summaries, chosen.threshold, chosen.title, figure

@@ -19,13 +19,14 @@ import mha_jax.linen as mha
 from mha_jax.attention import (
   AttentionConfig,
   Rope,
+  calls,
   checks,
   init_cache,
   masks,
   variants,
 )
 from mha_jax.attention.arguments import as_positions
-from mha_jax.attention.caches import Cache
+from mha_jax.attention.caches import Cache, check_cache
 from mha_jax.attention.dtypes import wide_dtype
 from mha_jax.generation import generate
 
@@ -238,8 +239,10 @@ class DecoderLM(nn.Module):
     if cache is not None:
       if input_positions is not None:
         raise ValueError('input_positions come from the cache; leave them None')
-      _check_layers(config, cache)
-      valid = None if valid is None else jnp.asarray(valid)
+      _check_layers(config, cache, b)
+      if valid is not None:
+        valid = calls.check_valid(valid, (b, t))
+        tokens = jnp.where(valid, tokens, 0)  # whatever stands there
     input_positions = as_positions(
       'input_positions', input_positions, (b, t), (1, t), (t,)
     )
@@ -255,9 +258,12 @@ class DecoderLM(nn.Module):
           "positions; raise max_len or use positions='rope'"
         )
       positions = jnp.arange(t) if input_positions is None else input_positions
+      name = 'input_positions'
       if cache is not None:
-        positions = cache[0].positions(t, valid)
-      _check_range('input_positions', positions, 'max_len', config.max_len)
+        name, positions = 'positions in cache', cache[0].positions(t, valid)
+        if valid is not None:
+          positions = jnp.where(valid, positions, 0)
+      _check_range(name, positions, 'max_len', config.max_len)
       rows = jnp.reshape(positions, (positions.size // max(t, 1), t))
       x = x + nn.Embed(
         config.max_len, config.d_model, dtype=config.dtype, name='positions'
@@ -283,6 +289,11 @@ class DecoderLM(nn.Module):
     logits = logits.astype(wide_dtype(logits.dtype))
     return logits if cache is None else (logits, tuple(after))
 
+  @property
+  def max_positions(self) -> int | None:
+    """The tokens that a row can have at most; None: any number."""
+    return self.config.max_len if self.config.positions == 'learned' else None
+
   def init_cache(
     self,
     batch_size: int,
@@ -303,7 +314,7 @@ class DecoderLM(nn.Module):
       ValueError: the capacity exceeds max_len learned positions.
     """
     config = self.config
-    if config.positions == 'learned' and (capacity or 0) > config.max_len:
+    if self.max_positions is not None and (capacity or 0) > config.max_len:
       raise ValueError(
         f'capacity={capacity} exceeds max_len={config.max_len} learned '
         "positions; raise max_len or use positions='rope'"
@@ -320,13 +331,15 @@ class DecoderLM(nn.Module):
     )
 
 
-def _check_layers(config: DecoderConfig, cache: Any) -> None:
-  """Raises a ValueError unless there is a cache for each layer."""
+def _check_layers(config: DecoderConfig, cache: Any, batch: int) -> None:
+  """Raises a ValueError unless there is a fitting cache for each layer."""
   if not isinstance(cache, tuple) or len(cache) != config.num_layers:
     raise ValueError(
       f'cache must be a tuple of num_layers={config.num_layers} caches, as '
       f'init_cache makes it; got {type(cache).__name__}'
     )
+  for layer in cache:
+    check_cache(config.attention_config, layer, batch)
 
 
 def _gates_by_layer(

@@ -96,13 +96,19 @@ def check_cached_call(
     )
   if valid is None:
     return None
+  array = check_valid(valid, shape)
+  return jnp.reshape(array, (math.prod(shape[:-1]), shape[-1]))
+
+
+def check_valid(valid: Any, shape: tuple[int, ...]) -> Array:
+  """`valid` as an array; a ValueError unless it is booleans of `shape`."""
   array = jnp.asarray(valid)
   if array.dtype != jnp.bool_ or array.shape != shape:
     raise ValueError(
       f'valid of {array.dtype} and shape {array.shape} must be booleans of '
       f'shape {shape}, False for padding'
     )
-  return jnp.reshape(array, (math.prod(shape[:-1]), shape[-1]))
+  return array
 
 
 def check_inputs(config: AttentionConfig, x: Array, y: Array, z: Array) -> None:

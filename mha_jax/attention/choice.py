@@ -1,10 +1,85 @@
-"""Which implementation computes a call."""
+"""Which implementation computes a call of `multihead_attention`.
 
-NAMES = ('auto', 'exact', 'blockwise')
+  exact      all scores at once: weights, forward-mode derivatives, short calls
+  blockwise  by blocks of keys: memory grows with t, not with t s
+  cudnn      cuDNN's fused attention, on NVIDIA GPUs
+  splash     Pallas' splash attention, on TPUs
+
+The fused kernels take no part where they would do anything else than the other
+two: theirs are calls in which every query sees its own key, so that no query
+sees nothing and no key goes unused.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mha_jax.attention import masks
+
+NAMES = ('auto', 'exact', 'blockwise', 'cudnn', 'splash')
+FUSED = ('cudnn', 'splash')
 
 # Measured on two CPU cores, see WORKSPACE.md.
-LONG = 1024
-"""Keys from which on blocks are faster."""
+LONG_KEYS = 1024
+MANY_SCORES = 1024 * 1024
+"""Keys, or scores of a head, from which on blocks are faster."""
+
+LANES = 128
+"""What splash attention's sizes are multiples of."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+  """What a choice depends on.
+
+  Args:
+    t: queries.
+    s: keys.
+    widths: features of each part of a key, and of a value.
+    dtype: the dtype computed in.
+    mask: the mask, or None.
+    given: names of the other arguments that are in use, such as 'bias'.
+    asked: 'return_weights' and 'return_residual', where they are asked for.
+  """
+
+  t: int
+  s: int
+  widths: tuple[tuple[int, ...], int]
+  dtype: Any
+  mask: masks.Mask | None = None
+  given: tuple[str, ...] = ()
+  asked: tuple[str, ...] = ()
+
+
+def choose(implementation: str, call: Call) -> str:
+  """The implementation that computes a call.
+
+  Args:
+    implementation: a choice, or 'auto': a fused kernel where the device has one
+      that serves the call, else blocks for long calls, else exact.
+    call: the call.
+
+  Raises:
+    ValueError: the choice is unknown, or cannot serve the call.
+  """
+  check_name(implementation)
+  if implementation != 'auto':
+    reason = reason_against(implementation, call)
+    if reason is not None:
+      raise ValueError(
+        f'implementation={implementation!r} cannot serve this call: {reason}; '
+        "use 'auto'"
+      )
+    return implementation
+  long = call.s >= LONG_KEYS or call.t * call.s >= MANY_SCORES
+  if not long or call.t == 0:
+    return 'exact'
+  for name in (*FUSED, 'blockwise'):
+    if reason_against(name, call) is None:
+      return name
+  return 'exact'
 
 
 def check_name(implementation: str) -> None:
@@ -15,25 +90,52 @@ def check_name(implementation: str) -> None:
     )
 
 
-def choose(implementation: str, t: int, s: int, return_weights: bool) -> str:
-  """The implementation that serves a call: 'exact' or 'blockwise'.
+def reason_against(implementation: str, call: Call) -> str | None:
+  """Why an implementation does not serve a call; None: it does."""
+  if implementation == 'exact':
+    return None
+  if 'return_weights' in call.asked:
+    return 'it never has the weights as a whole, and return_weights is True'
+  if implementation == 'blockwise':
+    return None
+  if others := (*call.given, *call.asked):
+    return f'it takes no {others[0]}'
+  if call.t != call.s:
+    return f'it takes as many queries as keys, not {call.t} and {call.s}'
+  if len(call.widths[0]) > 1:
+    return 'it takes no keys in parts'
+  if masks.reach(call.mask) is None:
+    return 'it takes no mask but causal and window'
+  return (
+    _against_cudnn(call) if implementation == 'cudnn' else _against_splash(call)
+  )
 
-  Args:
-    implementation: a choice, or 'auto'.
-    t: queries.
-    s: keys.
-    return_weights: whether the weights are asked for.
 
-  Raises:
-    ValueError: the choice is unknown, or cannot serve the call.
-  """
-  check_name(implementation)
-  if implementation == 'blockwise' and return_weights:
-    raise ValueError(
-      "implementation='blockwise' never has the weights as a whole; use "
-      "'auto' or 'exact' with return_weights=True"
+def _against_cudnn(call: Call) -> str | None:
+  (k,), v = call.widths
+  device = jax.devices()[0]
+  capability = str(getattr(device, 'compute_capability', ''))
+  nvidia = device.platform == 'gpu' and capability[:1].isdigit()
+  if not nvidia or float(capability) < 8:
+    return f'it wants an NVIDIA GPU of capability 8 or more, not {device}'
+  if jnp.dtype(call.dtype) not in (jnp.bfloat16, jnp.float16):
+    return f'it computes in bfloat16 or float16, not in {call.dtype}'
+  if k != v or k % 8 or k > 128:
+    return f'it takes heads of 8 to 128 features by eights, not {k} and {v}'
+  left, right = masks.reach(call.mask) or (None, None)
+  if right not in (None, 0) or (left is not None and right is None):
+    return 'it takes windows that end at the query alone'
+  return None
+
+
+def _against_splash(call: Call) -> str | None:
+  (k,), v = call.widths
+  if jax.devices()[0].platform != 'tpu':
+    return f'it wants a TPU, not {jax.devices()[0]}'
+  if jnp.dtype(call.dtype) not in (jnp.bfloat16, jnp.float32):
+    return f'it computes in bfloat16 or float32, not in {call.dtype}'
+  if any(size % LANES for size in (call.t, k, v)):
+    return (
+      f'it takes lengths and features by {LANES}, not t={call.t}, k={k}, v={v}'
     )
-  if implementation == 'auto':
-    short = s < LONG or t == 0
-    return 'exact' if return_weights or short else 'blockwise'
-  return implementation
+  return None

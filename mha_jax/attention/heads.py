@@ -16,22 +16,28 @@ Masks, biases, positions and dropout keys ride along by the same rule.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from mha_jax.attention import blockwise, checks, exact, masks
-from mha_jax.attention.arguments import as_bias, as_positions
+from mha_jax.attention import (
+  blockwise,
+  checks,
+  choice,
+  exact,
+  fused,
+  masks,
+  shapes,
+)
 from mha_jax.attention.axes import Axis, Blocks
-from mha_jax.attention.choice import choose
 from mha_jax.attention.dropout import check_dropout
 from mha_jax.attention.dtypes import compute_dtype, wide_dtype
+from mha_jax.attention.each import each
 from mha_jax.attention.notation import Array, Shaped
+from mha_jax.attention.shapes import Parts
 
-Parts = tuple[Array, ...]
 KeysValues = tuple[Parts, Array]
 Extras = dict[str, Any]
 """What belongs to a score and not to q, k or v: leaves lead with (b, n, g)."""
@@ -82,7 +88,8 @@ def multihead_attention(
       dropout.
     return_residual: whether to return the log of the softmax's denominator
       (b, h, t) too, see `attend`.
-    implementation: 'exact', 'blockwise', or 'auto', see `choose`.
+    implementation: 'auto', 'exact', 'blockwise', 'cudnn' or 'splash', see
+      `choice.choose`.
 
   Returns:
     The output (b, h, t, v) in the inputs' common dtype; with return_weights or
@@ -93,74 +100,167 @@ def multihead_attention(
     ValueError: shapes do not fit, the mask is not boolean, or an option is
       unknown.
   """
+  call = _read(
+    q_BHTK,
+    k_BNSK,
+    v_BNSV,
+    mask=mask,
+    bias=bias,
+    scale=scale,
+    logit_softcap=logit_softcap,
+    query_positions=query_positions,
+    key_positions=key_positions,
+    dropout=dropout,
+    return_weights=return_weights,
+    return_residual=return_residual,
+  )
+  chosen = choice.choose(implementation, call.traits)
+  if chosen in fused.KERNELS:
+    return call.by_kernel(fused.KERNELS[chosen])
+  try:
+    return call.by_head(chosen)
+  except TypeError as error:
+    if chosen == 'blockwise' and 'custom_vjp' in str(error):
+      raise TypeError(
+        'blockwise attention has no forward-mode derivative (jax.jvp); use '
+        "implementation='exact'"
+      ) from error
+    raise
+
+
+def implementation_of(
+  q_BHTK: Any,
+  k_BNSK: Any,
+  v_BNSV: Any,
+  *,
+  implementation: str = 'auto',
+  **options: Any,
+) -> str:
+  """The implementation that `multihead_attention` takes for these arguments.
+
+  >>> x = jnp.zeros((1, 8, 4096, 64))
+  >>> implementation_of(x, x, x, mask=masks.causal())
+  'blockwise'
+  """
+  call = _read(q_BHTK, k_BNSK, v_BNSV, **options)
+  return choice.choose(implementation, call.traits)
+
+
+def _read(
+  q_BHTK: Any,
+  k_BNSK: Any,
+  v_BNSV: Any,
+  *,
+  mask: Any = None,
+  bias: Any = None,
+  scale: float | Array | None = None,
+  logit_softcap: float | None = None,
+  query_positions: Any = None,
+  key_positions: Any = None,
+  dropout: Any = None,
+  return_weights: bool = False,
+  return_residual: bool = False,
+) -> '_Call':
+  """The arguments as arrays; a ValueError where they do not fit."""
   qs, ks, v = (
     exact.as_parts(q_BHTK),
     exact.as_parts(k_BNSK),
     jnp.asarray(v_BNSV),
   )
-  b, h, t, n, s = _check_shapes(qs, ks, v)
-  chosen = choose(implementation, t, s, return_weights)
+  b, h, t, n, s = shapes.check_shapes(qs, ks, v)
   checks.softcap(logit_softcap)
   check_dropout(dropout)
   exact.check_scale(scale)
-  mask, bias = check_pairs(mask, bias, (b, h, t, s))
-  if bias is not None:
-    bias = bias.astype(wide_dtype(compute_dtype(None, *qs, *ks, v)))
+  mask, bias = shapes.check_pairs(mask, bias, (b, h, t, s))
+  dtype = compute_dtype(None, *qs, *ks, v)
   extras = {
     'mask': mask,
-    'bias': bias,
-    'query_positions': _per_row('query_positions', query_positions, b, t),
-    'key_positions': _per_row('key_positions', key_positions, b, s),
-    'dropout': None if dropout is None else dropout.per_head(b, h),
+    'bias': None if bias is None else bias.astype(wide_dtype(dtype)),
+    'query_positions': shapes.per_row('query_positions', query_positions, b, t),
+    'key_positions': shapes.per_row('key_positions', key_positions, b, s),
+    'dropout': dropout,
   }
-  extras = jax.tree.map(lambda leaf: _split_heads(leaf, n, h // n), extras)
-  shared: dict[str, Any] = {
-    'scale': scale,
-    'logit_softcap': logit_softcap,
-    'return_residual': return_residual,
-  }
-  one_by_one = False
-  if chosen == 'exact':
-    shared['return_weights'] = return_weights
-  else:
-    one_by_one = blockwise.fits_better_alone(t)
-    shared['sizes'] = sizes = blockwise.block_sizes(t, s, h // n)
-    blocks = Blocks(t, sizes.queries), Blocks(s, sizes.keys)
-    extras['pairs'] = _block_pairs(extras, *blocks, by_head=one_by_one)
-
-  def one_head(qs: Parts, kv: KeysValues, extras: Extras) -> Any:
-    return IMPLEMENTATIONS[chosen](qs, *kv, **shared, **extras)
-
-  def one_row(qs: Parts, kv: KeysValues, extras: Extras) -> Any:
-    return _each(per_group, qs, kv, extras, one_by_one=one_by_one)
-
-  per_group = _map_group(one_head)
-  if chosen == 'exact':
-    per_group = _silence_together(per_group)
-  grouped_qs = tuple(jnp.reshape(q, (b, n, h // n, *q.shape[2:])) for q in qs)
-  out = _each(one_row, grouped_qs, (ks, v), extras, one_by_one=one_by_one)
-  return jax.tree.map(lambda x: jnp.reshape(x, (b, h, *x.shape[3:])), out)
+  options = {'scale': scale, 'logit_softcap': logit_softcap}
+  asked = {'return_weights': return_weights, 'return_residual': return_residual}
+  return _Call(qs, ks, v, dtype, extras, options, asked, (b, h, t, n, s))
 
 
-def check_pairs(
-  mask: Any, bias: Any, shape: tuple[int, int, int, int]
-) -> tuple[masks.Mask | None, Array | None]:
-  """Mask and bias as a Mask and a 4-D array that fit scores (b, h, t, s).
+@dataclasses.dataclass(frozen=True)
+class _Call:
+  """The arguments of `multihead_attention`, checked."""
 
-  Raises:
-    ValueError: they do not broadcast, or have the wrong dtype.
-  """
-  mask = masks.as_mask(mask)
-  if mask is not None:
-    mask.check(shape)
-  return mask, as_bias(bias, shape, 'bhts')
+  qs: Parts
+  ks: Parts
+  v: Array
+  dtype: Any
+  extras: Extras
+  options: dict[str, Any]
+  asked: dict[str, bool]
+  sizes: tuple[int, int, int, int, int]
+
+  @property
+  def traits(self) -> choice.Call:
+    """What an implementation is chosen by."""
+    _, _, t, _, s = self.sizes
+    given = {name: x for name, x in self.extras.items() if name != 'mask'}
+    given['logit_softcap'] = self.options['logit_softcap']
+    scale = self.options['scale']
+    given['scale of an array'] = scale if isinstance(scale, jax.Array) else None
+    return choice.Call(
+      t,
+      s,
+      (tuple(k.shape[-1] for k in self.ks), self.v.shape[-1]),
+      self.dtype,
+      self.extras['mask'],
+      tuple(name for name, x in given.items() if x is not None),
+      tuple(name for name, wanted in self.asked.items() if wanted),
+    )
+
+  def by_kernel(self, kernel: Callable[..., Array]) -> Array:
+    """The outputs of a fused kernel, which takes all heads at once."""
+    scale = self.options['scale']
+    scale = exact.default_scale(self.qs) if scale is None else float(scale)
+    q, k, v = (x.astype(self.dtype) for x in (*self.qs, *self.ks, self.v))
+    return kernel(q, k, v, scale, masks.reach(self.extras['mask']))
+
+  def by_head(self, implementation: str) -> Any:
+    """The outputs of a one-head function, mapped over all heads."""
+    b, h, t, n, s = self.sizes
+    g = h // n
+    extras, options = dict(self.extras), dict(self.options)
+    if extras['dropout'] is not None:
+      extras['dropout'] = extras['dropout'].per_head(b, h)
+    extras = jax.tree.map(lambda leaf: _split_heads(leaf, n, g), extras)
+    asked = {name: True for name, wanted in self.asked.items() if wanted}
+    one_by_one = False
+    if implementation == 'blockwise':
+      one_by_one = blockwise.fits_better_alone(t)
+      options['sizes'] = sizes = blockwise.block_sizes(t, s, g)
+      blocks = Blocks(t, sizes.queries), Blocks(s, sizes.keys)
+      extras['pairs'] = _block_pairs(extras, *blocks, by_head=one_by_one)
+
+    def one_head(qs: Parts, kv: KeysValues, extras: Extras) -> Any:
+      attend = IMPLEMENTATIONS[implementation]
+      return attend(qs, *kv, **options, **asked, **extras)
+
+    per_group = _map_group(one_head)
+    if implementation == 'exact':
+      per_group = _silence_together(per_group)
+
+    def one_row(qs: Parts, kv: KeysValues, extras: Extras) -> Any:
+      return each(per_group, qs, kv, extras, one_by_one=one_by_one)
+
+    qs = tuple(jnp.reshape(q, (b, n, g, *q.shape[2:])) for q in self.qs)
+    kv = (self.ks, self.v)
+    out = each(one_row, qs, kv, extras, one_by_one=one_by_one)
+    return jax.tree.map(lambda x: jnp.reshape(x, (b, h, *x.shape[3:])), out)
 
 
 def _map_group(one_head: Callable[..., Any]) -> Callable[..., Any]:
   """Maps over the query heads of a group, which share one k and one v."""
 
   def mapped(qs: Parts, kv: KeysValues, extras: Extras) -> Any:
-    return _each(one_head, qs, jax.tree.map(lambda x: x[None], kv), extras)
+    return each(one_head, qs, jax.tree.map(lambda x: x[None], kv), extras)
 
   return mapped
 
@@ -190,7 +290,7 @@ def _silence_together(per_group: Callable[..., Any]) -> Callable[..., Any]:
 
     used = None
     if any(x.shape[0] > 1 for x in jax.tree.leaves(pairs)):
-      used = jnp.any(_each(allowed, pairs), axis=(0, 1))[None]
+      used = jnp.any(each(allowed, pairs), axis=(0, 1))[None]
     return per_group(qs, kv, extras | {'used': used})
 
   return silenced
@@ -216,103 +316,18 @@ def _block_pairs(
     )
 
   def per_head(extras: Extras) -> Array:
-    return jnp.any(_each(touches, extras), axis=0, keepdims=True)
+    return jnp.any(each(touches, extras), axis=0, keepdims=True)
 
   def per_row(extras: Extras) -> Array:
-    return _each(per_head, extras)
+    return each(per_head, extras)
 
-  touching = _each(per_row, {name: extras[name] for name in OF_MASKS})
+  touching = each(per_row, {name: extras[name] for name in OF_MASKS})
   if not by_head:
     touching = jnp.any(touching, axis=(0, 1), keepdims=True)
   return jax.vmap(jax.vmap(jax.vmap(blockwise.as_pairs)))(touching)
-
-
-def _each(
-  function: Callable[..., Any], *args: Any, one_by_one: bool = False
-) -> Any:
-  """Maps over the leading axis of every leaf; one of size 1 is shared.
-
-  Args:
-    function: takes args without their leading axis.
-    args: what to map over.
-    one_by_one: a loop in place of `jax.vmap`, so that what is computed at a
-      time fits a processor's cache.
-  """
-  leaves, tree = jax.tree.flatten(args)
-  in_axes = [None if x.shape[0] == 1 else 0 for x in leaves]
-  leaves = [x[0] if x.shape[0] == 1 else x for x in leaves]
-
-  def of_leaves(*leaves: Array) -> Any:
-    return function(*jax.tree.unflatten(tree, leaves))
-
-  if 0 not in in_axes:
-    return jax.tree.map(lambda x: x[None], of_leaves(*leaves))
-  mapping = _loop if one_by_one else jax.vmap
-  return mapping(of_leaves, in_axes=in_axes)(*leaves)
-
-
-def _loop(
-  function: Callable[..., Any], in_axes: list[int | None]
-) -> Callable[..., Any]:
-  """`jax.vmap` of arrays, one after the other."""
-
-  def mapped(*arrays: Array) -> Any:
-    pairs = list(zip(arrays, in_axes, strict=True))
-
-    def step(parts: list[Array]) -> Any:
-      rest = iter(parts)
-      return function(*(x if axis is None else next(rest) for x, axis in pairs))
-
-    return jax.lax.map(step, [x for x, axis in pairs if axis == 0])
-
-  return mapped
 
 
 def _split_heads(leaf: Array, n: int, g: int) -> Array:
   """(b, h, ...) -> (b, n, g, ...), or (b, 1, ...) -> (b, 1, 1, ...)."""
   heads = (n, g) if leaf.shape[1] == n * g else (1, 1)
   return jnp.reshape(leaf, (leaf.shape[0], *heads, *leaf.shape[2:]))
-
-
-def _check_shapes(
-  qs: Parts, ks: Parts, v: Array
-) -> tuple[int, int, int, int, int]:
-  """The sizes b, h, t, n, s; a ValueError where the shapes do not fit."""
-  for name, parts, letters in (
-    ('q', qs, '(b, h, t, k)'),
-    ('k', ks, '(b, n, s, k)'),
-    ('v', (v,), '(b, n, s, v)'),
-  ):
-    for x in parts:
-      if x.ndim != 4:
-        raise ValueError(f'{name} of shape {x.shape} must be {letters}')
-  exact.check_widths(qs, ks)
-  b, h, t = qs[0].shape[:3]
-  if any(q.shape[:3] != (b, h, t) for q in qs):
-    raise ValueError(
-      f'the parts of q have shapes {[q.shape for q in qs]}; they must agree '
-      'in (b, h, t)'
-    )
-  n, s = max(x.shape[1] for x in (*ks, v)), v.shape[2]
-  for k in ks:
-    heads = {k.shape[1], v.shape[1]}
-    if not heads <= {1, n} or (k.shape[0], v.shape[0], k.shape[2]) != (b, b, s):
-      raise ValueError(
-        f'k of shape {k.shape} and v of shape {v.shape} must be (b, n, s, ...) '
-        f"with q's b={b}, or n = 1 where all share; check batch, heads and "
-        'length'
-      )
-  if n < 1 or h % n:
-    raise ValueError(
-      f'k and v have {n} heads, which must divide the {h} heads of q; heads '
-      'come second: (b, n, s, k)'
-    )
-  return b, h, t, n, s
-
-
-def _per_row(name: str, positions: Any, b: int, size: int) -> Array | None:
-  """Positions as (b, 1, length) or (1, 1, length): shared by the heads."""
-  array = as_positions(name, positions, (b, size), (1, size), (size,))
-  if array is None:
-    return None
-  return jnp.reshape(array, (math.prod(array.shape[:-1]), 1, size))

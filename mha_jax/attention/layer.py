@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mha_jax.attention import batching, calls, choice, heads, masks
+from mha_jax.attention import batching, calls, choice, heads, masks, shapes
 from mha_jax.attention.caches import Cache, StaticCache, View, check_cache
 from mha_jax.attention.config import AttentionConfig, Heads, Parts, Rows
 from mha_jax.attention.dropout import Dropout, check_dropout
@@ -139,7 +139,7 @@ def apply(
     s = cache.slots
   if inputs_k is None and key_positions is None:
     key_positions = input_positions
-  mask, bias = heads.check_pairs(
+  mask, bias = shapes.check_pairs(
     batching.fold('mask', mask, batch),
     batching.fold('bias', bias, batch),
     (math.prod(batch), h, t, s),

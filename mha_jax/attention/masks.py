@@ -24,6 +24,7 @@ from mha_jax.attention import checks
 from mha_jax.attention.arguments import ArrayLike, as_integers
 from mha_jax.attention.axes import Axis, Blocks
 from mha_jax.attention.mask_algebra import (
+  And,
   Mask,
   all_of,
   as_mask,
@@ -41,6 +42,7 @@ __all__ = [
   'dense',
   'from_numbers',
   'lengths',
+  'reach',
   'segments',
   'window',
 ]
@@ -170,6 +172,29 @@ class Segments(Mask):
           f'segments: {name} of shape {array.shape[::2]} must be (b, length) '
           f'= ({b}, {size})'
         )
+
+
+def reach(mask: Mask | None) -> tuple[int | None, int | None] | None:
+  """How far a query sees back and ahead, (left, right), None: without end.
+
+  None where the mask is more than causal and windows joined by &.
+  """
+  if mask is None:
+    return None, None
+  if isinstance(mask, Causal):
+    return None, 0
+  if isinstance(mask, Window):
+    return mask.left, mask.right
+  if not isinstance(mask, And):
+    return None
+  one, other = reach(mask.left), reach(mask.right)
+  if one is None or other is None:
+    return None
+  left, right = (
+    min((x for x in side if x is not None), default=None)
+    for side in zip(one, other, strict=True)
+  )
+  return left, right
 
 
 def causal() -> Mask:

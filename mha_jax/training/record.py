@@ -7,15 +7,17 @@ metrics.jsonl  one JSON object a line; no times, so that a run which stopped
 """
 
 import contextlib
+import csv
 import dataclasses
 import fcntl
+import io
 import json
 import os
 import pathlib
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -198,6 +200,15 @@ def write_text(path: pathlib.Path, text: str) -> None:
   temporary = path.with_name(path.name + '.tmp')
   temporary.write_text(text)
   temporary.replace(path)
+
+
+def write_csv(path: pathlib.Path, rows: Sequence[Mapping[str, Any]]) -> None:
+  """Writes rows with the same names as a CSV file with a header."""
+  buffer = io.StringIO()
+  writer = csv.DictWriter(buffer, list(rows[0]), lineterminator='\n')
+  writer.writeheader()
+  writer.writerows(rows)
+  write_text(path, buffer.getvalue())
 
 
 def _line(row: Mapping[str, Any]) -> str:

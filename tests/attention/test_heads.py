@@ -30,7 +30,7 @@ from oracles import (
   reduce_to,
 )
 
-from mha_jax.attention import Dropout, heads, masks, multihead_attention
+from mha_jax.attention import Dropout, each, heads, masks, multihead_attention
 
 IMPLEMENTATIONS = tuple(heads.IMPLEMENTATIONS)
 WITHOUT_WEIGHTS = ('blockwise',)
@@ -669,7 +669,8 @@ class InAxesTest(parameterized.TestCase):
     """heads.py maps leading axes alone: no vmap names an out_axes."""
     calls = [
       node
-      for node in ast.walk(ast.parse(inspect.getsource(heads)))
+      for module in (heads, each)
+      for node in ast.walk(ast.parse(inspect.getsource(module)))
       if isinstance(node, ast.Call)
       and ast.unparse(node.func) in ('jax.vmap', 'mapping')
     ]

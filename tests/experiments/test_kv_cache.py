@@ -69,6 +69,11 @@ class KvCacheTest(parameterized.TestCase):
     if share is not None:
       self.assertEqual(row['cache_share'], share)
 
+  def test_length(self):
+    """The flag --length sets the number of tokens."""
+    self.call('tiny', '--length=24', '--config.decode_steps=0')
+    self.assertEqual(self.rows()['MQA']['cache_bytes'], 24 * 2 * 16)
+
   def test_every_published_shape(self):
     """Each is tested above."""
     self.assertLen(configs.PUBLISHED, 7)
@@ -79,6 +84,8 @@ class KvCacheTest(parameterized.TestCase):
     ('--config.dtype=int8', "--config.dtype='int8' must be in"),
     ('--config.decode_steps=99', '--config.decode_steps=99 must be an integer'),
     ('--config.length=0', '--config.length=0 must be a positive integer'),
+    ('--length=-1', '--length=-1 must be a positive integer'),
+    ('--length=3', '--config.decode_steps=4 must be an integer and lie in'),
   )
   def test_bad_input(self, flag, message):
     """One line with the flag, the value and the remedy; nothing is written."""

@@ -1,0 +1,54 @@
+"""Settings of the benchmark against the peers.
+
+  python -m experiments.benchmark                                    (minutes)
+  python -m experiments.benchmark --config=configs/benchmark.py:full
+
+The default takes three lengths and every suite; `full` takes all lengths from
+64 to 16,384 tokens and more rounds. PyTorch is a contender where it is
+installed (extra `parity`).
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config(variants: str = '') -> ConfigDict:
+  """The config of the benchmark.
+
+  Args:
+    variants: 'tiny', 'full' or empty.
+  """
+  known = ('', 'tiny', 'full')
+  if variants not in known:
+    raise ValueError(f'variant {variants!r} must be one of {known}')
+  config = ConfigDict(
+    {
+      'name': f'benchmark-{variants}' if variants else 'benchmark',
+      'suites': 'attention,module,train,decode',
+      'rounds': 7,
+      'memory': True,
+      'lengths': '256,1024,4096',
+      'batch_size': 1,
+      'num_heads': 8,
+      'head_dim': 64,
+      'window': 256,
+      'max_scores_gib': 1.0,
+      'module_lengths': '256,1024',
+      'module_batch_size': 4,
+      'module_d_model': 512,
+      'train_heads': '1,4,16',
+      'train_steps': 20,
+      'decode_tokens': 4096,
+      'decode_batch_size': 4,
+      'tiny': False,
+    }
+  )
+  if variants == 'full':
+    config.lengths = '64,128,256,512,1024,2048,4096,8192,16384'
+    config.rounds = 11
+    config.train_heads = '1,2,4,8,16'
+  if variants == 'tiny':
+    config.update({'rounds': 1, 'memory': False, 'lengths': '16'})
+    config.update({'head_dim': 4, 'window': 8, 'module_lengths': '16'})
+    config.update({'module_d_model': 16, 'train_heads': '2'})
+    config.update({'train_steps': 2, 'decode_tokens': 64, 'tiny': True})
+  return config

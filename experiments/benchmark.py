@@ -1,0 +1,165 @@
+"""Speed and memory against the peers, in turn on one machine.
+
+  python -m experiments.benchmark
+  python -m experiments.benchmark --config.suites=attention,decode
+  python -m experiments.benchmark --config=configs/benchmark.py:full
+
+Suites: attention (jax.nn, Flax, PyTorch), module (Flax Linen and NNX, PyTorch),
+train (a step of the copy task; the same model in NNX and PyTorch) and decode.
+Contenders take turns, round after round; a table shows medians as multiples of
+the first one's, with the quartiles over rounds, and how far one run raises a
+fresh process's memory. Finished cases are kept in results.jsonl and skipped
+when the command is given again.
+"""
+
+import dataclasses
+import importlib
+import json
+import pathlib
+import statistics
+from typing import Any
+
+from absl import flags
+from ml_collections import ConfigDict
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from experiments import command_line, figures, settings, timing
+from experiments.suites.case import HAS_TORCH, Case, Run
+from mha_jax.attention import checks
+from mha_jax.training import record
+from mha_jax.training.run import StopRequest, stop_on_signal
+
+SUITES = ('attention', 'module', 'train', 'decode')
+WITH_MEMORY = ('attention',)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  cases: tuple[Case, ...]
+  config: ConfigDict
+  workdir: pathlib.Path
+
+
+def parse() -> Settings:
+  config = flags.FLAGS.config
+  sizes = ('rounds', 'batch_size', 'num_heads', 'head_dim', 'window')
+  decode = ('decode_tokens', 'decode_batch_size')
+  module = ('module_batch_size', 'module_d_model', 'train_steps')
+  for name in (*sizes, *module, *decode):
+    checks.positive(f'--config.{name}', config[name])
+  chosen = config.suites.split(',')
+  if unknown := sorted(set(chosen) - set(SUITES)):
+    raise ValueError(f'--config.suites has {unknown}; the suites are {SUITES}')
+  cases = tuple(case for suite in chosen for case in suite_cases(suite, config))
+  workdir = settings.workdir_from(flags.FLAGS.workdir, config.name)
+  return Settings(cases, config, workdir)
+
+
+def suite_cases(suite: str, config: ConfigDict) -> list[Case]:
+  """The cases of a suite, each suite a file."""
+  cases: list[Case] = importlib.import_module(
+    f'experiments.suites.{suite}'
+  ).cases(config)
+  return cases
+
+
+def main(chosen: Settings) -> int:
+  path = chosen.workdir / 'results.jsonl'
+  if not HAS_TORCH:
+    print("PyTorch is not installed and takes no part: pip install '.[parity]'")
+  with record.exclusive(chosen.workdir), stop_on_signal() as request:
+    kept = {'suites', 'lengths', 'module_lengths', 'train_heads'}
+    same = {k: v for k, v in chosen.config.to_dict().items() if k not in kept}
+    record.claim(chosen.workdir, same)
+    done = {row['key']: row for row in record.read_jsonl(path, 'key', 'rows')}
+    console = Console()
+    for number, case in enumerate(chosen.cases, 1):
+      if case.key not in done:
+        console.print(f'{number}/{len(chosen.cases)} {case.key}', style='dim')
+        row = measure(case, chosen.config, request)
+        if row is not None:
+          done[case.key] = row
+          text = ''.join(json.dumps(x) + '\n' for x in done.values())
+          record.write_text(path, text)
+      if request.signal is not None:
+        print(
+          f'{request.signal.name}: stopped; finished cases are kept in {path}, '
+          'and the same command goes on'
+        )
+        return command_line.exit_code(request.signal)
+  report([done[case.key] for case in chosen.cases], chosen)
+  return 0
+
+
+def measure(
+  case: Case, config: ConfigDict, request: StopRequest
+) -> dict[str, Any] | None:
+  """Times the contenders of a case in turn; None where a stop was requested."""
+  runs = {name: prepare() for name, prepare in case.contenders.items()}
+  seconds = timing.interleaved(
+    runs, config.rounds, stop=lambda: request.signal is not None
+  )
+  if seconds is None:
+    return None
+  ours = seconds[next(iter(seconds))]
+  rows = []
+  for name, values in seconds.items():
+    row = {'contender': name, 'seconds': statistics.median(values)}
+    row |= timing.ratio(ours, values)
+    if config.memory and case.suite in WITH_MEMORY:
+      arguments = (case.suite, config.to_json(), case.key, name)
+      row['peak_bytes'] = timing.peak_bytes(contender_run, arguments)
+    rows.append(row)
+  head = {'key': case.key, 'suite': case.suite, 'task': case.task}
+  return head | {'setting': case.setting, 'rows': rows}
+
+
+def contender_run(suite: str, config: str, key: str, name: str) -> Run:
+  """One contender's run, from what can be sent to another process."""
+  cases = suite_cases(suite, ConfigDict(json.loads(config)))
+  return next(x for x in cases if x.key == key).contenders[name]()
+
+
+def report(rows: list[dict[str, Any]], chosen: Settings) -> None:
+  """Prints a table for each case; writes CSV and figure."""
+  console = Console()
+  flat: list[dict[str, Any]] = []
+  for case in rows:
+    sizes = ', '.join(f'{k}={x}' for k, x in case['setting'].items())
+    console.print(f'{case["suite"]}: {case["task"]} ({sizes})')
+    console.print(case_table(case['rows']))
+    head = {'suite': case['suite'], 'task': case['task'], 'setting': sizes}
+    flat += [head | row for row in case['rows']]
+  names = list(dict.fromkeys(name for row in flat for name in row))
+  csv_path = chosen.workdir / 'results.csv'
+  record.write_csv(csv_path, [{n: row.get(n) for n in names} for row in flat])
+  print(f'recorded in {chosen.workdir}')
+  by_length = [case for case in rows if case['task'].startswith('causal')]
+  if len({case['setting']['t'] for case in by_length}) > 1:
+    figure = chosen.workdir / 'benchmark.png'
+    figures.benchmark(by_length, figure)
+    print(f'figure {figure}')
+
+
+def case_table(rows: list[dict[str, Any]]) -> Table:
+  """Medians, also as multiples of the first contender's, and memory."""
+  table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0))
+  names = ('contender', 'ms', 'times the first', 'quartiles', 'memory')
+  for name in names:
+    table.add_column(name, justify='left' if name == names[0] else 'right')
+  for row in rows:
+    peak = row.get('peak_bytes')
+    table.add_row(
+      row['contender'],
+      f'{1e3 * row["seconds"]:.3g}',
+      f'{row["ratio"]:.2f}',
+      f'{row["ratio_low"]:.2f}-{row["ratio_high"]:.2f}',
+      '' if peak is None else f'{peak / 2**20:,.0f} MiB',
+    )
+  return table
+
+
+if __name__ == '__main__':
+  command_line.run(parse, main, default_config='configs/benchmark.py')

@@ -1,0 +1,1 @@
+"""What the benchmark runs: suites of cases, each with its contenders."""

@@ -1,0 +1,70 @@
+"""What q, k, v and what belongs to their scores must be, heads first."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+from mha_jax.attention import exact, masks
+from mha_jax.attention.arguments import as_bias, as_positions
+from mha_jax.attention.notation import Array
+
+Parts = tuple[Array, ...]
+
+
+def check_shapes(
+  qs: Parts, ks: Parts, v: Array
+) -> tuple[int, int, int, int, int]:
+  """The sizes b, h, t, n, s; a ValueError where the shapes do not fit."""
+  for name, parts, letters in (
+    ('q', qs, '(b, h, t, k)'),
+    ('k', ks, '(b, n, s, k)'),
+    ('v', (v,), '(b, n, s, v)'),
+  ):
+    for x in parts:
+      if x.ndim != 4:
+        raise ValueError(f'{name} of shape {x.shape} must be {letters}')
+  exact.check_widths(qs, ks)
+  b, h, t = qs[0].shape[:3]
+  if any(q.shape[:3] != (b, h, t) for q in qs):
+    raise ValueError(
+      f'the parts of q have shapes {[q.shape for q in qs]}; they must agree '
+      'in (b, h, t)'
+    )
+  n, s = max(x.shape[1] for x in (*ks, v)), v.shape[2]
+  for k in ks:
+    heads = {k.shape[1], v.shape[1]}
+    if not heads <= {1, n} or (k.shape[0], v.shape[0], k.shape[2]) != (b, b, s):
+      raise ValueError(
+        f'k of shape {k.shape} and v of shape {v.shape} must be (b, n, s, ...) '
+        f"with q's b={b}, or n = 1 where all share; check batch, heads and "
+        'length'
+      )
+  if n < 1 or h % n:
+    raise ValueError(
+      f'k and v have {n} heads, which must divide the {h} heads of q; heads '
+      'come second: (b, n, s, k)'
+    )
+  return b, h, t, n, s
+
+
+def check_pairs(
+  mask: Any, bias: Any, shape: tuple[int, int, int, int]
+) -> tuple[masks.Mask | None, Array | None]:
+  """Mask and bias as a Mask and a 4-D array that fit scores (b, h, t, s).
+
+  Raises:
+    ValueError: they do not broadcast, or have the wrong dtype.
+  """
+  mask = masks.as_mask(mask)
+  if mask is not None:
+    mask.check(shape)
+  return mask, as_bias(bias, shape, 'bhts')
+
+
+def per_row(name: str, positions: Any, b: int, size: int) -> Array | None:
+  """Positions as (b, 1, length) or (1, 1, length): shared by the heads."""
+  array = as_positions(name, positions, (b, size), (1, size), (size,))
+  if array is None:
+    return None
+  return jnp.reshape(array, (math.prod(array.shape[:-1]), 1, size))
