@@ -313,7 +313,8 @@ def _block(
   if bias is not None:
     bias = keys.cut(queries.cut(bias), axis=1)
   allowed = exact.allowed_pairs(terms.mask, bias, queries, keys)
-  allowed = _only(rows.own(i), columns.own(j), allowed)
+  shape = (queries.size, keys.size)
+  allowed = _only(rows.own(i), columns.own(j), allowed, shape)
   qs = tuple(queries.cut(q) for q in inputs.qs)
   ks, v = tuple(keys.cut(k) for k in inputs.ks), keys.cut(inputs.v)
   if allowed is not None:
@@ -330,6 +331,7 @@ def _only(
   rows: Bool[Array, ' t'] | None,
   columns: Bool[Array, ' s'] | None,
   allowed: Bool[Array, 't s'] | None,
+  shape: tuple[int, int],
 ) -> Bool[Array, 't s'] | None:
   """The allowed pairs of tokens that belong to no other pair of blocks."""
   conditions = (
@@ -338,7 +340,9 @@ def _only(
     None if columns is None else columns[None, :],
   )
   given = [x for x in conditions if x is not None]
-  return functools.reduce(operator.and_, given) if given else None
+  if not given:
+    return None
+  return jnp.broadcast_to(functools.reduce(operator.and_, given), shape)
 
 
 def _drop(terms: _Terms, block: _Block, weights: Array) -> Array:
