@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mha_jax.attention import checks
+from mha_jax.attention.caches import Cache
 
 NEGATIVE = -jnp.inf
 
@@ -36,7 +37,7 @@ def generate(
 
   Args:
     model: a module with `init_cache` whose call takes tokens, cache and valid,
-      for instance `DecoderLM`.
+      for instance `DecoderLM`; its `max_positions`, if it has any, are kept to.
     variables: its variables.
     prompts: (b, t) tokens; a shorter prompt is padded on the right.
     max_new_tokens: the number of new tokens of each row.
@@ -48,7 +49,7 @@ def generate(
     stop_tokens: a row ends with the first of them; `pad_token` follows.
     pad_token: what stands behind a row's end.
     key: a random key; needed for temperature > 0.
-    capacity: slots of the cache that is made; None: just enough.
+    capacity: slots of the cache that is made; None: enough for any lengths.
     cache: a cache for each layer to continue from; donated. None: a new one.
 
   Returns:
@@ -57,8 +58,8 @@ def generate(
     the last token of each row.
 
   Raises:
-    ValueError: prompts and new tokens exceed the capacity, or an option does
-      not fit. Before anything is traced.
+    ValueError: prompts and new tokens exceed the capacity or the model's
+      positions, or an option does not fit. Before anything is traced.
   """
   prompts = jnp.asarray(prompts)
   if prompts.ndim != 2 or not jnp.issubdtype(prompts.dtype, jnp.integer):
@@ -83,15 +84,22 @@ def generate(
       f'key=None with temperature={temperature}: pass a random key, or '
       'temperature=0 for the likeliest tokens'
     )
+  limit = getattr(model, 'max_positions', None)
   # The last new token is returned and never enters the cache.
   needed = int(lengths.max()) + max_new_tokens - 1
   if cache is None:
     _check_room('capacity', capacity, needed)
+    room = t + max_new_tokens - 1  # one program, whatever the lengths
+    capacity = capacity or (room if limit is None else min(room, limit))
   else:
+    capacity = None
+    _check_batch(cache, b)
     for layer in cache:
       held = np.asarray(layer.lengths) + lengths + max_new_tokens - 1
+      needed = int(held.max())
       if layer.window is None:
-        _check_room('capacity of the cache', layer.slots, int(held.max()))
+        _check_room('capacity of the cache', layer.slots, needed)
+  _check_room('max_len of learned positions', limit, needed)
   out = _generate(
     model,
     variables,
@@ -106,7 +114,7 @@ def generate(
     top_k=top_k,
     stop_tokens=tuple(stop_tokens),
     pad_token=pad_token,
-    capacity=max(capacity or 0, needed),
+    capacity=capacity,
   )
   return out if cache is not None else out[:2]
 
@@ -118,6 +126,23 @@ def _check_room(name: str, capacity: int | None, needed: int) -> None:
       f'{name}={capacity} is less than the {needed} tokens of prompt and '
       'max_new_tokens; raise it, or generate fewer'
     )
+
+
+def _check_batch(cache: Any, b: int) -> None:
+  """Raises a ValueError unless there are caches with a row a prompt."""
+  if not isinstance(cache, tuple) or not all(
+    isinstance(layer, Cache) for layer in cache
+  ):
+    raise ValueError(
+      'cache must be a tuple of caches, one for each layer, as init_cache of '
+      f'the model makes it; got {type(cache).__name__}'
+    )
+  for layer in cache:
+    if layer.lengths.shape != (b,):
+      raise ValueError(
+        f'cache has lengths of shape {layer.lengths.shape} for {b} prompts; '
+        f'make it with batch_size={b}'
+      )
 
 
 @functools.partial(
@@ -148,7 +173,7 @@ def _generate(
   top_k: int | None,
   stop_tokens: tuple[int, ...],
   pad_token: int,
-  capacity: int,
+  capacity: int | None,
 ) -> tuple[jax.Array, jax.Array, Any]:
   """Prefill, then a token a step until every row has ended."""
   b, t = prompts.shape

@@ -12,7 +12,7 @@ import pytest
 from absl.testing import parameterized
 
 from mha_jax import attention
-from mha_jax.attention import init_table, num_params
+from mha_jax.attention import heads, init_table, num_params
 from mha_jax.attention.variants import build
 
 README = pathlib.Path(__file__).parents[1] / 'README.md'
@@ -73,34 +73,32 @@ def rows_of(first_column: str) -> list[list[str]]:
 
 class SharingTableTest(parameterized.TestCase):
   def test_in_axes(self):
-    """The in_axes that README shows are those that reach jax.vmap."""
+    """What README shows as shared is shared where heads are mapped."""
     rows = rows_of('MLA absorbed')
     self.assertLen(rows, 6)
     for name, *shown, _ in rows:
-      config, seen, vmap = config_of(name), [], jax.vmap
+      config, seen, each = config_of(name), [], heads.each
 
-      def record(f, in_axes=0, seen=seen, vmap=vmap, **options):
-        if isinstance(in_axes, tuple) and len(in_axes) == 3:
-          seen.append(in_axes[:2])
-        return vmap(f, in_axes=in_axes, **options)
+      def record(function, *args, seen=seen, each=each, **options):
+        if len(args) == 3:
+          seen.append(args[:2])
+        return each(function, *args, **options)
 
       shapes = jax.eval_shape(
         functools.partial(init_table, config.table), jax.random.key(0)
       )
-      with mock.patch.object(jax, 'vmap', record):
+      with mock.patch.object(heads, 'each', record):
         jax.eval_shape(
           functools.partial(attention.apply, config),
           shapes,
           jax.ShapeDtypeStruct((2, 3, 1024), jnp.float32),
         )
-      self.assertEqual([self.text(axes) for axes in seen], shown, name)
+      self.assertEqual([self.text(*arrays) for arrays in seen], shown, name)
 
-  def text(self, axes) -> str:
-    """(q, (k parts, v)) as README writes it."""
-    q, kv = axes
-    k, v = (kv, kv) if kv in (0, None) else kv
-    k = k[0] if isinstance(k, tuple) and len(k) == 1 else k
-    return f'{q}, {k}, {v}'
+  def text(self, qs, kv) -> str:
+    """`0, (k parts), v` as README writes it: None where there is one for all."""
+    (ks, v) = jax.tree.map(lambda x: 0 if x.shape[0] > 1 else None, kv)
+    return f'0, {ks if len(ks) > 1 else ks[0]}, {v}'
 
   def test_numbers(self):
     """Parameters and cached elements at the sizes given."""

@@ -16,7 +16,7 @@ from mha_jax.attention.config import AttentionConfig
 from mha_jax.attention.dropout import Dropout
 from mha_jax.attention.exact import attend
 from mha_jax.attention.grouped import GroupedConfig
-from mha_jax.attention.heads import multihead_attention
+from mha_jax.attention.heads import implementation_of, multihead_attention
 from mha_jax.attention.latent import LatentConfig
 from mha_jax.attention.layer import apply, keys_values
 from mha_jax.attention.masks import Mask
@@ -55,6 +55,7 @@ __all__ = [
   'YarnScaling',
   'apply',
   'attend',
+  'implementation_of',
   'init_cache',
   'init_table',
   'keys_values',

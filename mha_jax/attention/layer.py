@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from mha_jax.attention import batching, calls, choice, heads, masks, shapes
+from mha_jax.attention.arguments import as_positions
 from mha_jax.attention.caches import Cache, StaticCache, View, check_cache
 from mha_jax.attention.config import AttentionConfig, Heads, Parts, Rows
 from mha_jax.attention.dropout import Dropout, check_dropout
@@ -207,6 +208,9 @@ def keys_values(
 
   Returns:
     A cache for `apply(config, params, x, cache=cache)`.
+
+  Raises:
+    ValueError: inputs, params, key_positions or lengths do not fit.
   """
   calls.check_sources(config, inputs_k, inputs_v)
   y = jnp.asarray(inputs_k)
@@ -216,14 +220,16 @@ def keys_values(
   check_params(config.table, params)
   batch, s = y.shape[:-2], y.shape[-2]
   keys = batching.positions('key_positions', key_positions, batch, s)
+  lengths = as_positions('lengths', lengths, batch)
   dtype = compute_dtype(dtype, y, z, *jax.tree.leaves(params))
   rows = Rows(config.table, params, dtype)
   with matmul_precision(precision):
     entries = config.entries(
       rows, batching.one_batch(y), batching.one_batch(z), keys
     )
-  full = jnp.full(math.prod(batch), s) if lengths is None else lengths
-  return StaticCache(entries, jnp.reshape(jnp.asarray(full), (-1,)))
+  if lengths is None:
+    lengths = jnp.full(batch, s)
+  return StaticCache(entries, jnp.reshape(lengths, (-1,)))
 
 
 def _attend_cache(
