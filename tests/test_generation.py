@@ -1,5 +1,6 @@
 """Generation against a loop over full passes, and sampling against NumPy."""
 
+import dataclasses
 from unittest import mock
 
 import chex
@@ -99,7 +100,8 @@ class GreedyTest(parameterized.TestCase):
     )
     np.testing.assert_array_equal(jnp.concatenate([first, second], 1), wanted)
 
-  def test_one_compilation(self):
+  @parameterized.parameters(False, True)
+  def test_one_compilation(self, passed):
     """Prompts and lengths of one padded shape are one program."""
     model, variables, prompts = make(num_heads=4)
     chex.clear_trace_counter()
@@ -107,14 +109,15 @@ class GreedyTest(parameterized.TestCase):
     names = ('model', 'max_new_tokens', 'greedy', 'top_k', 'stop_tokens')
     jitted = jax.jit(counted, static_argnames=(*names, 'pad_token', 'capacity'))
     with mock.patch.object(generation, '_generate', jitted):
-      for lengths in ([5, 2, 3], [1, 5, 4]):
+      # Learned positions suffice for the longest prompt, not for T tokens.
+      for lengths in ([4, 2, 3], [1, 2, 3]):
         generate(
           model,
           variables,
           np.roll(prompts, 1, axis=0),
           lengths=lengths,
-          max_new_tokens=NEW,
-          capacity=T + NEW,
+          max_new_tokens=NEW + 2,
+          cache=model.init_cache(B, window=3) if passed else None,
         )
 
 
@@ -175,15 +178,34 @@ class ErrorsTest(parameterized.TestCase):
 
   def test_learned_positions(self):
     """Past max_len there are none: the likeliest token of NaN would be 0."""
-    model, variables, prompts = make(num_heads=4)
-    with self.assertRaisesRegex(
-      ValueError, 'capacity=10 exceeds max_len=9 learned positions; raise'
-    ):
-      generate(model, variables, prompts, max_new_tokens=NEW + 2)
+    model = DecoderLM(DecoderConfig(vocab_size=M, max_len=9))
+    ring = model.init_cache(B, window=3)
+    used = tuple(
+      dataclasses.replace(layer, lengths=np.array([4, 0, 0])) for layer in ring
+    )
+    for cache, new in (None, NEW + 2), (ring, NEW + 2), (used, 2):
+      self.check(model, cache, new, 'max_len of learned positions=9 is less')
 
   def test_a_full_cache(self):
     """A cache that is passed in must have room too."""
-    model, variables, prompts = make(num_heads=4)
+    model = DecoderLM(DecoderConfig(vocab_size=M, max_len=9))
     cache = model.init_cache(B, T)
-    with self.assertRaisesRegex(ValueError, 'capacity of the cache=5 is less'):
-      generate(model, variables, prompts, max_new_tokens=2, cache=cache)
+    self.check(model, cache, 2, 'capacity of the cache=5 is less')
+
+  @parameterized.parameters(
+    (lambda cache: cache[0], 'cache must be a tuple of caches.* got KVCache'),
+    (lambda cache: (1, 2), 'cache must be a tuple of caches.* got tuple'),
+    (lambda cache: cache, r'cache has lengths of shape \(4,\) for 3 prompts'),
+  )
+  def test_another_cache(self, change, message):
+    """A cache must be the model's, with a row for each prompt."""
+    model = DecoderLM(DecoderConfig(vocab_size=M, max_len=9))
+    self.check(model, change(model.init_cache(B + 1, 9)), 2, message)
+
+  def check(self, model, cache, new, message):
+    prompts = np.ones((B, T), int)
+    with (
+      mock.patch.object(generation, '_generate', side_effect=AssertionError),
+      self.assertRaisesRegex(ValueError, message),
+    ):
+      generate(model, None, prompts, max_new_tokens=new, cache=cache)

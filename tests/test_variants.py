@@ -229,6 +229,57 @@ class ThreeWaysTest(oracles.X64TestCase):
     got = nnx_module(other, params)(self.x, mask=masks.causal())
     assert_same_bits(got, wanted)
 
+  @parameterized.parameters('gqa', 'mla')
+  def test_keys_values(self, kind):
+    """Cross-attention over what was projected once, in both front ends."""
+    config = config_of(kind)
+    params = random_params(config)
+    lengths = [5, 9]
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def run(call, keys_values, x, y):
+      cache = keys_values(y, lengths=lengths)
+      out, after = call(x, cache=cache)
+      return cache, after, out, call(x, y, mask=masks.lengths(lengths))
+
+    pure = functools.partial(attention.apply, config, params)
+    wanted = functools.partial(attention.keys_values, config, params)
+    wanted = run(pure, wanted, self.x, self.y)
+    module = linen.Attention(config)
+    apply = functools.partial(module.apply, {'params': params})
+    project = functools.partial(apply, method='keys_values')
+    other = nnx_module(mha_nnx.Attention(config, rngs=nnx.Rngs(0)), params)
+    for functions in (apply, project), (other, other.keys_values):
+      got = run(*functions, self.x, self.y)
+      assert_same_bits(got, wanted)
+    cache, after, out, full = wanted
+    assert_same_bits(after, cache)
+    assert_close(out, full, 1e-5)
+
+  @parameterized.parameters(*NAMED)
+  def test_init_cache(self, kind):
+    """Modules, also unbound ones, make the caches of their configs."""
+    name, example = NAMED[kind][0], EXAMPLES[kind]
+    module = getattr(linen, name)(**example)
+    other = getattr(mha_nnx, name)(in_features=D, rngs=nnx.Rngs(0), **example)
+    for options in {'capacity': S}, {'window': 3, 'dtype': jnp.bfloat16}:
+      wanted = attention.init_cache(config_of(kind), B, **options)
+      for front_end in (module, other):
+        got = front_end.init_cache(B, **options)
+        chex.assert_trees_all_equal_shapes_and_dtypes(got, wanted)
+
+  @parameterized.parameters(
+    (linen.MultiHeadAttention(3), 'head_dim=None and qkv_features=None: w'),
+    (
+      linen.MultiHeadLatentAttention(3, 5, rope=Rope()),
+      'qk_rope_head_dim=None and qk_nope_head_dim=None: w',
+    ),
+  )
+  def test_init_cache_without_a_size(self, module, message):
+    """A size that a module infers from its inputs must be given."""
+    with self.assertRaisesRegex(ValueError, message):
+      module.init_cache(B, S)
+
 
 @pytest.mark.usefixtures('quick_compile')
 class PropertiesTest(oracles.X64TestCase):
@@ -364,11 +415,16 @@ class Block(nn.Module):
   """A residual layer, in the form that nn.scan wants."""
 
   config: attention.AttentionConfig
+  deterministic: bool = False
 
   @nn.compact
-  def __call__(self, x, _=None):
-    layer = linen.Attention(self.config, dropout_rate=0.3, deterministic=False)
-    return x + layer(x, mask=masks.causal()), ()
+  def __call__(self, x, cache=None):
+    layer = linen.Attention(
+      self.config, dropout_rate=0.3, deterministic=self.deterministic
+    )
+    out = layer(x, mask=masks.causal(), cache=cache)
+    out, cache = (out, None) if cache is None else out
+    return x + out, cache
 
 
 class NnxBlock(nnx.Module):
@@ -379,8 +435,10 @@ class NnxBlock(nnx.Module):
       config, dropout_rate=0.3, deterministic=False, rngs=rngs
     )
 
-  def __call__(self, x):
-    return x + self.attention(x, mask=masks.causal())
+  def __call__(self, x, cache=None):
+    out = self.attention(x, mask=masks.causal(), cache=cache)
+    out, cache = (out, None) if cache is None else out
+    return x + out, cache
 
 
 @pytest.mark.usefixtures('quick_compile')
@@ -446,26 +504,67 @@ class TransformsTest(parameterized.TestCase):
   @parameterized.product(kind=('mla', 'gta'))
   def test_nnx_scan_and_remat(self, kind):
     """The same of nnx.scan and nnx.remat."""
-    config = config_of(kind)
-
-    @nnx.split_rngs(splits=3)
-    @nnx.vmap(in_axes=0)
-    def make(rngs):
-      return NnxBlock(config, rngs)
-
-    layers = make(nnx.Rngs(0))
+    layers = self.nnx_layers(config_of(kind))
 
     def loss(layers):
       @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
       @nnx.remat
       def forward(x, layer):
-        return layer(x)
+        return layer(x)[0]
 
       return jnp.sum(forward(self.x, layers) ** 2)
 
     grads = nnx.jit(nnx.grad(loss))(layers)
     state = nnx.state(layers, nnx.Param)
     self.check_grads(nnx.to_pure_dict(grads), nnx.to_pure_dict(state))
+
+  def test_linen_scan_of_caches(self):
+    """nn.scan over layers and their stacked caches: chunks are the whole."""
+    config = config_of('gqa')
+    stack = nn.scan(
+      Block,
+      variable_axes={'params': 0},
+      split_rngs={'params': True},
+      length=3,
+    )(config, deterministic=True)
+    init = linen.Attention(config).init_cache
+    variables = jax.jit(stack.init)(jax.random.key(0), self.x)
+    self.check_chunks(jax.jit(functools.partial(stack.apply, variables)), init)
+
+  def test_nnx_scan_of_caches(self):
+    """The same of nnx.scan."""
+    layers = self.nnx_layers(config_of('mla'))
+    layers.eval()
+
+    @nnx.jit
+    def apply(layers, x, caches=None):
+      @nnx.scan(in_axes=(nnx.Carry, 0, 0), out_axes=(nnx.Carry, 0))
+      def forward(x, layer, cache):
+        return layer(x, cache)
+
+      return forward(x, layers, caches)
+
+    init = layers.attention.init_cache
+    self.check_chunks(functools.partial(apply, layers), init)
+
+  def nnx_layers(self, config):
+    """Three blocks, their parameters stacked."""
+
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(in_axes=0)
+    def make(rngs):
+      return NnxBlock(config, rngs)
+
+    return make(nnx.Rngs(0))
+
+  def check_chunks(self, apply, init_cache):
+    caches = jax.vmap(lambda _: init_cache(B, T))(np.arange(3))
+    outs = []
+    for chunk in np.split(self.x, (3, 6), axis=1):
+      out, caches = apply(chunk, caches)
+      outs.append(out)
+    assert_close(jnp.concatenate(outs, axis=1), apply(self.x)[0], 1e-5)
+    np.testing.assert_array_equal(caches.lengths, np.full((3, B), T))
 
   def check_grads(self, grads, params):
     chex.assert_trees_all_equal_shapes(grads, params)

@@ -160,9 +160,16 @@ class SplitTest(oracles.X64TestCase):
       self.assertEqual(got.dtype, jnp.float32)
       assert_close(got, wanted, tolerance)
 
-  def test_one_trace(self):
-    """Lengths grow, nothing is traced again."""
-    config, params, x = setting('gqa')
+  @parameterized.parameters(
+    ('gqa', {'capacity': T}),
+    ('mla', {'capacity': T}),
+    ('gqa', {'window': 3}),
+    ('mla', None),
+  )
+  def test_one_trace(self, kind, options):
+    """Lengths grow, in a static cache they differ; nothing is traced again."""
+    config, params, x = setting(kind)
+    chex.clear_trace_counter()
 
     @jax.jit
     @chex.assert_max_traces(n=1)
@@ -171,8 +178,11 @@ class SplitTest(oracles.X64TestCase):
         config, params, x, cache=cache, mask=masks.causal()
       )
 
-    cache = init_cache(config, B, T, jnp.float64)
+    if options is not None:
+      cache = init_cache(config, B, dtype=jnp.float64, **options)
     for i in range(T):
+      if options is None:
+        cache = keys_values(config, params, x, lengths=[i, T])
       _, cache = one(x[:, i : i + 1], cache)
 
 
@@ -272,6 +282,15 @@ class ErrorsTest(parameterized.TestCase):
     arguments = {'inputs_q': x, 'cache': init_cache(config, B, T)} | changes
     with self.assertRaisesRegex(ValueError, message):
       attention.apply(config, params, **arguments)
+
+  @parameterized.parameters(([1, 2, 3],), ([4],), (4,), (np.array([1.0, 2.0]),))
+  def test_bad_lengths(self, lengths):
+    """One whole number for each row of a static cache."""
+    config, params, x = setting('gqa', np.float32)
+    with self.assertRaisesRegex(
+      ValueError, r'lengths must be integers of shape \(2,\), got'
+    ):
+      keys_values(config, params, x, lengths=lengths)
 
   @parameterized.parameters(
     ({'mask': masks.lengths([1, 2])}, 'by columns, which a WindowCache has'),
