@@ -45,15 +45,21 @@ def pytest_configure(config: pytest.Config) -> None:
   )
 
 
-@pytest.fixture(scope='class')
-def quick_compile(request: pytest.FixtureRequest) -> Iterator[None]:
+@pytest.fixture(scope='session', autouse=True)
+def quick_compile(request: pytest.FixtureRequest) -> None:
   """Compiles without XLA's optimisations: twice as fast a test.
 
-  For comparisons up to rounding; --deep compiles as users do.
+  --deep compiles as users do, and so do the tests of what a program holds.
   """
-  before = jax.config.read('jax_disable_most_optimizations')
   quick = not request.config.getoption('--deep')
   jax.config.update('jax_disable_most_optimizations', quick)
+
+
+@pytest.fixture(scope='class')
+def full_compile() -> Iterator[None]:
+  """Compiles as users do."""
+  before = jax.config.read('jax_disable_most_optimizations')
+  jax.config.update('jax_disable_most_optimizations', False)
   yield
   jax.config.update('jax_disable_most_optimizations', before)
 

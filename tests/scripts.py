@@ -6,11 +6,9 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import jax
 from absl import flags
 from absl.testing import flagsaver
 
@@ -51,18 +49,6 @@ def call(script: ModuleType, *arguments: str) -> Result:
       sys.argv, sys.modules['__main__'] = argv, main
       flags.FLAGS.unparse_flags()
   return Result(code, out.getvalue(), err.getvalue())
-
-
-@contextlib.contextmanager
-def quick_compilation() -> Iterator[None]:
-  """Compiles with few optimisations, within the block: half the time."""
-  name = 'jax_disable_most_optimizations'
-  before = jax.config.read(name)
-  jax.config.update(name, True)
-  try:
-    yield
-  finally:
-    jax.config.update(name, before)
 
 
 def start(

@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracles
-import pytest
-import scripts
 from absl.testing import parameterized
 
 from mha_jax.attention import masks
@@ -22,12 +20,6 @@ CONFIG = DecoderConfig(
   vocab_size=M, max_len=MAX_LEN, d_model=12, num_layers=2, num_heads=3
 )
 VARIANTS = {'mha': (6, None), 'gqa': (6, 3), 'mqa': (6, None)}
-
-
-@pytest.fixture(scope='module', autouse=True)
-def quick_compilation():
-  with scripts.quick_compilation():
-    yield
 
 
 def make(**options) -> DecoderConfig:

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracles
-import pytest
 from absl.testing import parameterized
 from flax import nnx
 from hypothesis import given
@@ -112,7 +111,6 @@ def in_calls(step, cache, x, out, calls):
   return got, cache
 
 
-@pytest.mark.usefixtures('quick_compile')
 class CallsTest(oracles.X64TestCase):
   @parameterized.parameters(
     ('linen', 'float64', True),
@@ -134,7 +132,6 @@ class CallsTest(oracles.X64TestCase):
       self.assertEqual(layer.entries[0].dtype, DTYPES[dtype][0])
 
 
-@pytest.mark.usefixtures('quick_compile')
 class LearnedPositionsTest(parameterized.TestCase):
   """There are max_len of them, also where a ring never overflows."""
 

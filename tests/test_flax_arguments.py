@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracles
-import pytest
 from absl.testing import parameterized
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
@@ -442,7 +441,6 @@ def dot_generals(jaxpr: Any) -> list[Any]:
   return found
 
 
-@pytest.mark.usefixtures('quick_compile')
 class HonouredTest(oracles.X64TestCase):
   """Each honoured argument does what it does in Flax."""
 
@@ -671,7 +669,6 @@ class HonouredTest(oracles.X64TestCase):
     self.assertGreater(oracles.relative_error(ours(params), got), 1e-3)
 
 
-@pytest.mark.usefixtures('quick_compile')
 class IgnoredTest(parameterized.TestCase):
   """What an ignored argument says changes nothing, dropout on."""
 
@@ -707,7 +704,6 @@ def default_of(surface: str, name: str) -> Any:
   return x.parameters(x.theirs)[name].default
 
 
-@pytest.mark.usefixtures('quick_compile')
 class RefusedTest(oracles.X64TestCase):
   """What is not taken: an error with the argument, the value, the remedy."""
 
@@ -811,7 +807,6 @@ NNX_MODELS = {
 }
 
 
-@pytest.mark.usefixtures('quick_compile')
 class FlaxModelsTest(oracles.X64TestCase):
   """Flax's own modules with our attention_fn."""
 

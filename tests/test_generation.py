@@ -7,7 +7,6 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from absl.testing import parameterized
 from oracles import normal
 
@@ -39,7 +38,6 @@ def by_hand(model, variables, prompt, new: int = NEW) -> list[int]:
   return tokens[len(prompt) :]
 
 
-@pytest.mark.usefixtures('quick_compile')
 class GreedyTest(parameterized.TestCase):
   @parameterized.parameters(
     {'num_heads': 4},

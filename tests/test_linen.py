@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracles
-import pytest
 from absl.testing import parameterized
 from flax.core import meta
 from oracles import assert_close, assert_same_bits, booleans, normal
@@ -123,7 +122,6 @@ class Pair:
     return f(variables, *inputs)
 
 
-@pytest.mark.usefixtures('quick_compile')
 class FlaxTest(oracles.X64TestCase):
   """Against flax.linen.MultiHeadDotProductAttention."""
 
@@ -201,7 +199,6 @@ class FlaxTest(oracles.X64TestCase):
     )
 
 
-@pytest.mark.usefixtures('quick_compile')
 class ShellTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
@@ -323,7 +320,6 @@ class Unnamed(nn.Module):
     return self.child(num_heads=3)(x)
 
 
-@pytest.mark.usefixtures('quick_compile')
 class UnnamedTest(parameterized.TestCase):
   @parameterized.parameters(
     'MultiHeadAttention', 'MultiHeadDotProductAttention'
@@ -338,7 +334,6 @@ class UnnamedTest(parameterized.TestCase):
     assert_close(ours.apply(variables, x), theirs.apply(variables, x), 1e-5)
 
 
-@pytest.mark.usefixtures('quick_compile')
 class DropoutTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
@@ -402,7 +397,6 @@ class Block(nn.Module):
     ), ()
 
 
-@pytest.mark.usefixtures('quick_compile')
 class LiftedTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
@@ -518,7 +512,6 @@ class LiftedTest(parameterized.TestCase):
     chex.assert_trees_all_equal_dtypes(grads, variables)
 
 
-@pytest.mark.usefixtures('quick_compile')
 class ErrorsTest(parameterized.TestCase):
   """Bad calls: a ValueError with the name, the value and the remedy."""
 

@@ -11,7 +11,6 @@ import numpy as np
 import optax
 import oracles
 import orbax.checkpoint as ocp
-import pytest
 from absl.testing import parameterized
 from flax import nnx
 from oracles import assert_close, assert_same_bits, booleans, normal
@@ -228,7 +227,6 @@ class Pair:
     return out, nnx.to_pure_dict(params), inputs
 
 
-@pytest.mark.usefixtures('quick_compile')
 class FlaxTest(oracles.X64TestCase):
   """Against flax.nnx.MultiHeadAttention."""
 
@@ -340,7 +338,6 @@ class FlaxTest(oracles.X64TestCase):
     assert_close(*sown)
 
 
-@pytest.mark.usefixtures('quick_compile')
 class PureTest(parameterized.TestCase):
   """A shell is its pure function, with everything passed on."""
 
@@ -426,7 +423,6 @@ class PureTest(parameterized.TestCase):
       assert_close(f(x, y, each, array), wanted, 1e-6)
 
 
-@pytest.mark.usefixtures('quick_compile')
 class TransformsTest(parameterized.TestCase):
   """Flax's transformations, dropout on."""
 
@@ -554,7 +550,6 @@ class TransformsTest(parameterized.TestCase):
     assert_close(*results, 1e-5)
 
 
-@pytest.mark.usefixtures('quick_compile')
 class DropoutTest(parameterized.TestCase):
   """Streams, and whether dropout is off."""
 

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracles
-import pytest
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,7 +58,6 @@ def pure_apply(config, params, x, y, mask, positions):
   )
 
 
-@pytest.mark.usefixtures('quick_compile')
 class FlaxTest(oracles.X64TestCase):
   @given(
     sizes=st.sampled_from(((2, None, True), (2, 10, False))),
@@ -133,7 +131,6 @@ class FlaxTest(oracles.X64TestCase):
     assert_close(got, wanted, TOLERANCES[dtype])
 
 
-@pytest.mark.usefixtures('quick_compile')
 class NumpyTest(oracles.X64TestCase):
   """Where Flax has no such feature: loops in float64."""
 

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracles
-import pytest
 from absl.testing import parameterized
 from flax import nnx
 from oracles import assert_close, assert_same_bits, booleans, normal
@@ -156,7 +155,6 @@ class TableTest(parameterized.TestCase):
       build(kind, **options)
 
 
-@pytest.mark.usefixtures('quick_compile')
 class ThreeWaysTest(oracles.X64TestCase):
   """Linen, NNX and the pure function are one function of one tree."""
 
@@ -281,7 +279,6 @@ class ThreeWaysTest(oracles.X64TestCase):
       module.init_cache(B, S)
 
 
-@pytest.mark.usefixtures('quick_compile')
 class PropertiesTest(oracles.X64TestCase):
   """What attention promises, of every variant, in float64."""
 
@@ -441,7 +438,6 @@ class NnxBlock(nnx.Module):
     return x + out, cache
 
 
-@pytest.mark.usefixtures('quick_compile')
 class TransformsTest(parameterized.TestCase):
   """jit, grad, vmap, scan and remat, with dropout on.
 

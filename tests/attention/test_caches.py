@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracles
-import pytest
 from absl.testing import parameterized
 from hypothesis import given
 from hypothesis import strategies as st
@@ -86,7 +85,6 @@ def in_pieces(config, params, x, cache, split, mask):
   return jnp.concatenate(outs, axis=1), cache
 
 
-@pytest.mark.usefixtures('quick_compile')
 class SplitTest(oracles.X64TestCase):
   @parameterized.parameters(*((kind,) for kind in KINDS))
   @given(split=splits, spare=st.sampled_from((0, 4)))

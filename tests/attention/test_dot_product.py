@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracles
-import pytest
 from absl.testing import parameterized
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,7 +44,6 @@ class SignatureTest(parameterized.TestCase):
       self.assertEqual(ours[name].kind, inspect.Parameter.KEYWORD_ONLY)
 
 
-@pytest.mark.usefixtures('quick_compile')
 class JaxNnTest(parameterized.TestCase):
   """Against jax.nn.dot_product_attention, where it has the feature."""
 
@@ -104,7 +102,6 @@ class JaxNnTest(parameterized.TestCase):
     assert_close(got, wanted, 1e-5)
 
 
-@pytest.mark.usefixtures('quick_compile')
 class LoopTest(oracles.X64TestCase):
   @parameterized.parameters((), (3,), (2, 3))
   def test_batch_dimensions(self, *batch):

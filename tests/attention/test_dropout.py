@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracles
-import pytest
 from absl.testing import parameterized
 from oracles import assert_close, assert_same_bits, normal
 
@@ -28,7 +27,6 @@ def kept_weights(seed: int, rate: float, implementation: str = 'auto'):
   return np.asarray(out, np.float64) * S
 
 
-@pytest.mark.usefixtures('quick_compile')
 class DropoutTest(parameterized.TestCase):
   @parameterized.product(
     rate=(0.1, 0.5, 0.9), implementation=tuple(IMPLEMENTATIONS)

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracles
-import pytest
 from absl.testing import parameterized
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,7 +55,6 @@ def value_and_grads(q, k, v, cotangent, mask, bias, scale, logit_softcap=None):
   return oracles.Attention(out, weights, *grads)
 
 
-@pytest.mark.usefixtures('quick_compile')
 class AttendTest(oracles.X64TestCase):
   @given(
     mask=hnp.arrays(bool, (T, S)),

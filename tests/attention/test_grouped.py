@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracles
-import pytest
 from absl.testing import parameterized
 from oracles import assert_close, assert_same_bits, booleans, normal
 
@@ -60,7 +59,6 @@ def params_for(config: GroupedConfig, seed: int = 0, dtype=np.float64) -> dict:
   }
 
 
-@pytest.mark.usefixtures('quick_compile')
 class LayerTest(oracles.X64TestCase):
   @parameterized.product(variant=tuple(VARIANTS), cross=(False, True))
   def test_against_numpy(self, variant, cross):
@@ -248,7 +246,6 @@ class GatesTest(oracles.X64TestCase):
     )
 
 
-@pytest.mark.usefixtures('quick_compile')
 class ContractsTest(parameterized.TestCase):
   def test_dropout_is_that_of_the_core(self):
     """One key: the layer drops what multihead_attention drops."""

@@ -101,7 +101,6 @@ def value_and_grads(q, k, v, cotangent, mask, bias, precision=None, **options):
   return (out, weights, *grads)
 
 
-@pytest.mark.usefixtures('quick_compile')
 class LoopTest(oracles.X64TestCase):
   @parameterized.product(
     case=tuple(CASES), kind=tuple(HEADS), implementation=IMPLEMENTATIONS
@@ -197,7 +196,6 @@ class LoopTest(oracles.X64TestCase):
     self.assertAlmostEqual(float(jax.grad(loss)(0.3) / wanted), 1, places=7)
 
 
-@pytest.mark.usefixtures('quick_compile')
 class JaxNnTest(parameterized.TestCase):
   """Against jax.nn.dot_product_attention, whose layout is (b, t, h, k)."""
 
@@ -244,7 +242,6 @@ class JaxNnTest(parameterized.TestCase):
     )
 
 
-@pytest.mark.usefixtures('quick_compile')
 class ContractsTest(parameterized.TestCase):
   @parameterized.product(kind=tuple(HEADS), implementation=IMPLEMENTATIONS)
   def test_nothing_to_attend_to(self, kind, implementation):
@@ -437,6 +434,7 @@ class ContractsTest(parameterized.TestCase):
     )
 
 
+@pytest.mark.usefixtures('full_compile')
 class AskingTest(parameterized.TestCase):
   @parameterized.product(
     kind=tuple(HEADS), implementation=IMPLEMENTATIONS, jit=(False, True)
@@ -472,7 +470,6 @@ PARTS = {
 }
 
 
-@pytest.mark.usefixtures('quick_compile')
 class PartsTest(oracles.X64TestCase):
   """Queries and keys in two parts whose scores add."""
 
@@ -600,6 +597,7 @@ NO_REPEAT_CASES = {
 }
 
 
+@pytest.mark.usefixtures('full_compile')
 class NoRepeatTest(parameterized.TestCase):
   """K and V are never repeated: no array of the program is as large.
 

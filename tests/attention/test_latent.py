@@ -74,7 +74,6 @@ def value_and_grads(config, params, x, y, cotangent, **options):
   return out, grads
 
 
-@pytest.mark.usefixtures('quick_compile')
 class LoopTest(oracles.X64TestCase):
   @parameterized.product(variant=tuple(VARIANTS), form=FORMS)
   def test_against_numpy(self, variant, form):
@@ -123,7 +122,6 @@ class LoopTest(oracles.X64TestCase):
     self.assertEqual(config_of('rope').scale, (17 + 6) ** -0.5)
 
 
-@pytest.mark.usefixtures('quick_compile')
 class FormsTest(oracles.X64TestCase):
   """Expanded and absorbed: the same parameters, the same function."""
 
@@ -202,7 +200,6 @@ class FormsTest(oracles.X64TestCase):
     assert_close(got, wanted, 2**-5)
 
 
-@pytest.mark.usefixtures('quick_compile')
 class FullRankTest(oracles.X64TestCase):
   """With as many latent features as inputs, MLA is MHA."""
 
@@ -226,6 +223,7 @@ class FullRankTest(oracles.X64TestCase):
     assert_close(apply(mla, latent, x, **options), apply(mha, p, x, **options))
 
 
+@pytest.mark.usefixtures('full_compile')
 class ProgramTest(parameterized.TestCase):
   """What the compiled program holds; all sizes are distinct primes."""
 

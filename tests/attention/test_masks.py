@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from absl.testing import parameterized
 from hypothesis import given
 from hypothesis import strategies as st
@@ -130,7 +129,6 @@ class ArrayTest(parameterized.TestCase):
       mask.array(9, S)
 
 
-@pytest.mark.usefixtures('quick_compile')
 class CombineTest(parameterized.TestCase):
   @parameterized.parameters(*DENSE_SHAPES)
   def test_dense_broadcasts(self, *shape):
@@ -194,7 +192,6 @@ class CombineTest(parameterized.TestCase):
       self.assertIs(masks.from_numbers(same), same)
 
 
-@pytest.mark.usefixtures('quick_compile')
 class TravelTest(parameterized.TestCase):
   """Masks as arguments of transformed functions."""
 
@@ -255,7 +252,6 @@ class TravelTest(parameterized.TestCase):
     assert_same_bits(got, multihead_attention(*self.qkv, mask=same))
 
 
-@pytest.mark.usefixtures('quick_compile')
 class PositionsTest(parameterized.TestCase):
   """Masks compare positions, where they are given."""
 

@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracles
-import pytest
 from absl.testing import parameterized
 from oracles import assert_same_bits, normal
 
@@ -47,7 +46,6 @@ def sizes(letters: str) -> tuple[int, ...]:
   return tuple(SIZES[letter] for letter in letters)
 
 
-@pytest.mark.usefixtures('quick_compile')
 class ProjectionTest(oracles.X64TestCase):
   @parameterized.named_parameters(NAMED)
   def test_shapes(self, name: str):
@@ -120,7 +118,6 @@ class ProjectionTest(oracles.X64TestCase):
     self.assertNotEqual(a, Projection('btd,dhk->bhtk', SIZES))
 
 
-@pytest.mark.usefixtures('quick_compile')
 class InitTest(parameterized.TestCase):
   @parameterized.parameters(
     ('btd,df->btf', {'d': 211, 'f': 223}),
@@ -183,7 +180,6 @@ class InitTest(parameterized.TestCase):
     self.assertLen(values, 4)
 
 
-@pytest.mark.usefixtures('quick_compile')
 class NormTest(oracles.X64TestCase):
   @parameterized.parameters('layer', 'rms')
   def test_formula(self, kind: str):

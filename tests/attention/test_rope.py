@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 import numpy as np
 import oracles
-import pytest
 from absl.testing import parameterized
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +24,6 @@ def params(seed: int, config: GroupedConfig) -> dict:
   }
 
 
-@pytest.mark.usefixtures('quick_compile')
 class RopeTest(oracles.X64TestCase):
   @parameterized.product(
     layout=LAYOUTS, theta=(10_000.0, 3.0), per_row=(True, False)
@@ -114,7 +112,6 @@ class RopeTest(oracles.X64TestCase):
     assert_close(count, wanted)
 
 
-@pytest.mark.usefixtures('quick_compile')
 class LayoutTest(oracles.X64TestCase):
   @parameterized.parameters(2, 6, 14)
   def test_permutation(self, head_dim):

@@ -3,7 +3,6 @@
 import jax
 import numpy as np
 import oracles
-import pytest
 from absl.testing import parameterized
 from oracles import assert_close, booleans, normal, random_params
 
@@ -16,7 +15,6 @@ apply = jax.jit(
 )
 
 
-@pytest.mark.usefixtures('quick_compile')
 class TiedTest(oracles.X64TestCase):
   @parameterized.product(
     num_kv_heads=(1, 3), rope=(None, Rope(10.0)), cross=(False, True)

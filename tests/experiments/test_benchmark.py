@@ -5,19 +5,12 @@ import pathlib
 import tempfile
 import time
 
-import pytest
 import scripts
 from absl.testing import parameterized
 
 from configs import benchmark as configs
 from experiments import benchmark, figures, timing
 from experiments.suites import case
-
-
-@pytest.fixture(scope='module', autouse=True)
-def quick_compilation():
-  with scripts.quick_compilation():
-    yield
 
 
 class BenchmarkTest(parameterized.TestCase):

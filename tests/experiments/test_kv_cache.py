@@ -4,18 +4,11 @@ import json
 import pathlib
 import tempfile
 
-import pytest
 import scripts
 from absl.testing import parameterized
 
 from configs import kv_cache as configs
 from experiments import kv_cache
-
-
-@pytest.fixture(scope='module', autouse=True)
-def quick_compilation():
-  with scripts.quick_compilation():
-    yield
 
 
 class KvCacheTest(parameterized.TestCase):

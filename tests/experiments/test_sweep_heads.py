@@ -85,11 +85,9 @@ def first(tmp_path_factory):
   SweepTestCase.folder = tmp_path_factory.mktemp('sweep')
   SweepTestCase.workdir = SweepTestCase.folder / 'first'
   SweepTestCase.trained = []
-  with scripts.quick_compilation():
-    with training(counted(SweepTestCase.trained)):
-      SweepTestCase.first = call(SweepTestCase.workdir)
-    SweepTestCase.rows = read(SweepTestCase.workdir)
-    yield
+  with training(counted(SweepTestCase.trained)):
+    SweepTestCase.first = call(SweepTestCase.workdir)
+  SweepTestCase.rows = read(SweepTestCase.workdir)
 
 
 class SweepTestCase(parameterized.TestCase):

@@ -6,7 +6,6 @@ import sys
 import tempfile
 from unittest import mock
 
-import pytest
 import scripts
 from absl.testing import parameterized
 
@@ -22,12 +21,6 @@ OVERRIDES = (
   '--config.train.seed',
   '7',
 )
-
-
-@pytest.fixture(scope='module', autouse=True)
-def quick_compilation():
-  with scripts.quick_compilation():
-    yield
 
 
 class VariantsTest(parameterized.TestCase):

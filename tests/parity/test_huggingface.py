@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracles
-import pytest
 import torch
 from absl.testing import parameterized
 from hypothesis import Phase, given, settings
@@ -390,7 +389,6 @@ LATENT_SIZES = (
 )
 
 
-@pytest.mark.usefixtures('quick_compile')
 class LatentTest(LayerTestCase):
   """Both forms of latent attention against DeepSeek-V2's and -V3's."""
 
@@ -481,7 +479,6 @@ GROUPED_CASES = {
 }
 
 
-@pytest.mark.usefixtures('quick_compile')
 class GroupedTest(LayerTestCase):
   """Grouped queries against Llama's, Mistral's and Qwen3's attention."""
 

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracles
-import pytest
 import torch
 from absl.testing import parameterized
 from oracles import assert_close, booleans, normal
@@ -28,7 +27,6 @@ def numpy(*arrays: torch.Tensor) -> list[np.ndarray]:
   return [x.detach().numpy() for x in arrays]
 
 
-@pytest.mark.usefixtures('quick_compile')
 class ScaledDotProductTest(oracles.X64TestCase):
   """torch.nn.functional.scaled_dot_product_attention, heads first as ours."""
 
@@ -123,7 +121,6 @@ def carried_over_grads(module: torch.nn.MultiheadAttention) -> dict:
   return carried_over(module)
 
 
-@pytest.mark.usefixtures('quick_compile')
 class MultiheadAttentionTest(oracles.X64TestCase):
   """torch.nn.MultiheadAttention, weights carried over here."""
 

@@ -201,7 +201,6 @@ class FolderTest(parameterized.TestCase):
   def setUpClass(cls):
     super().setUpClass()
     folder = cls.enterClassContext(tempfile.TemporaryDirectory())
-    cls.enterClassContext(scripts.quick_compilation())
     cls.workdir = pathlib.Path(folder) / 'run'
     cls.outcome = run_lib.run(cls.experiment, cls.workdir)
 
