@@ -49,7 +49,19 @@ def parse() -> Settings:
   module = ('module_batch_size', 'module_d_model', 'train_steps')
   for name in (*sizes, *module, *decode):
     checks.positive(f'--config.{name}', config[name])
+  checks.real('--config.max_scores_gib', config.max_scores_gib, 1e-9, 1e6)
   chosen = config.suites.split(',')
+  if config.num_heads % 4:
+    raise ValueError(
+      f'--config.num_heads={config.num_heads} must be a multiple of 4: GQA is '
+      'measured in groups of 4'
+    )
+  checks.divides(
+    '--config.num_heads',
+    config.num_heads,
+    '--config.module_d_model',
+    config.module_d_model,
+  )
   if unknown := sorted(set(chosen) - set(SUITES)):
     raise ValueError(f'--config.suites has {unknown}; the suites are {SUITES}')
   cases = tuple(case for suite in chosen for case in suite_cases(suite, config))
@@ -89,15 +101,30 @@ def main(chosen: Settings) -> int:
           'and the same command goes on'
         )
         return command_line.exit_code(request.signal)
-  report([done[case.key] for case in chosen.cases], chosen)
-  return 0
+  measured = [done[case.key] for case in chosen.cases if case.key in done]
+  if measured:
+    report(measured, chosen)
+  return 0 if len(measured) == len(chosen.cases) else 1
 
 
 def measure(
   case: Case, config: ConfigDict, request: StopRequest
 ) -> dict[str, Any] | None:
-  """Times the contenders of a case in turn; None where a stop was requested."""
-  runs = {name: prepare() for name, prepare in case.contenders.items()}
+  """Times the contenders of a case in turn; None where a stop was requested.
+
+  One that fails, for want of memory or of a compiler, is left out with a line.
+  """
+  runs = {}
+  for name, prepare in case.contenders.items():
+    try:
+      runs[name] = prepare()
+      runs[name]()
+    except Exception as error:  # whatever it is, the others go on
+      first = str(error).strip().splitlines()[:1]
+      print(f'{name} takes no part: {type(error).__name__}: {"".join(first)}')
+      runs.pop(name, None)
+  if not runs:
+    return None
   seconds = timing.interleaved(
     runs, config.rounds, stop=lambda: request.signal is not None
   )

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
 from absl import flags
+from jax.errors import JaxRuntimeError
 from ml_collections import ConfigDict, config_flags
 
 from mha_jax.training.record import RecordError
@@ -55,8 +56,11 @@ def run(
     sys.exit(0)
   try:
     sys.exit(main(settings))
-  except (OSError, RecordError) as error:
+  except (OSError, RecordError, JaxRuntimeError) as error:
     _refuse(error)
+  except KeyboardInterrupt:
+    print('SIGINT: stopped', file=sys.stderr)
+    sys.exit(130)
 
 
 def load_config(source: str) -> ConfigDict:

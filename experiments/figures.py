@@ -177,9 +177,15 @@ def benchmark(cases: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
         axes.set_ylabel(label)
       panels[0][column].set_title(task, fontsize=11)
       panels[1][column].set_xlabel('tokens')
+    setting = full[0]['setting']
+    figure.suptitle(
+      f'causal attention, {setting["heads"]} heads of {setting["head_dim"]}, '
+      'medians of interleaved runs',
+      fontsize=11,
+    )
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(
-      handles, labels, loc='outside upper center', ncols=len(labels)
+      handles, labels, loc='outside lower center', ncols=len(labels)
     )
     figure.savefig(path, dpi=150)
 
@@ -194,9 +200,10 @@ def _against_length(
       if row.get(name) is not None:
         point = (case['setting']['t'], row[name] / unit)
         lines.setdefault(row['contender'], []).append(point)
-  for contender, points in lines.items():
+  styles = zip(lines.items(), 'osD^', ('-', '-', '--', ':'), strict=False)
+  for (contender, points), marker, dashes in styles:
     lengths, values = zip(*points, strict=True)
-    axes.plot(lengths, values, marker='o', label=contender)
+    axes.plot(lengths, values, marker=marker, ls=dashes, label=contender)
   ticks = sorted({case['setting']['t'] for case in cases})
   axes.set_xscale('log', base=2)
   axes.set_yscale('log')

@@ -195,17 +195,18 @@ def report(chosen: Settings, rows: list[dict[str, Any]]) -> None:
   )
   table = Table(title=title, box=box.SIMPLE)
   names = ('variant', 'parameters', 'drop', 'bytes/token', 'cache', 'of MHA')
-  for name in (*names, 'tokens/s'):
+  measured = 'tokens_per_s' in rows[0]
+  for name in (*names, *['tokens/s'] * measured):
     table.add_column(name, justify='left' if name == 'variant' else 'right')
   for row in rows:
     table.add_row(
       row['variant'],
-      f'{row["params"]:,}',
+      short(row['params']),
       f'{row["params_drop"]:.2%}',
       f'{row["bytes_per_token"]:,}',
       readable(row['cache_bytes']),
       f'1/{1 / row["cache_share"]:.4g}',
-      f'{row["tokens_per_s"]:,.0f}' if 'tokens_per_s' in row else '-',
+      *([f'{row["tokens_per_s"]:,.0f}'] if measured else []),
     )
   Console().print(table)
   chosen.workdir.mkdir(parents=True, exist_ok=True)
@@ -216,6 +217,11 @@ def report(chosen: Settings, rows: list[dict[str, Any]]) -> None:
   figure = chosen.workdir / 'kv_cache.png'
   figures.kv_cache(rows, title, figure)
   print(f'recorded in {chosen.workdir}, figure {figure}')
+
+
+def short(count: int) -> str:
+  """A number in full up to millions, then in billions."""
+  return f'{count:,}' if count < 1e9 else f'{count / 1e9:.4g} B'
 
 
 def readable(size: int) -> str:

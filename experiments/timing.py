@@ -2,6 +2,7 @@
 
 import multiprocessing
 import pathlib
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -10,6 +11,7 @@ from typing import Any
 from experiments.suites.case import Run
 
 STATUS = pathlib.Path('/proc/self/status')
+FORGET_PEAK = pathlib.Path('/proc/self/clear_refs')
 
 
 def interleaved(
@@ -17,7 +19,7 @@ def interleaved(
   rounds: int,
   stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, list[float]] | None:
-  """Seconds of each run, round after round, each round in another order.
+  """Seconds of each run, round after round, each round in a random order.
 
   What else the machine does then hits all of them alike. Two runs before the
   first round compile and warm up.
@@ -27,11 +29,10 @@ def interleaved(
     rounds: times that each is measured.
     stop: asked between runs whether to give up, for None.
   """
-  names = list(runs)
-  seconds: dict[str, list[float]] = {name: [] for name in names}
+  order = random.Random(0)
+  seconds: dict[str, list[float]] = {name: [] for name in runs}
   for i in range(-2, rounds):
-    first = max(i, 0) % len(names)
-    for name in names[first:] + names[:first]:
+    for name in order.sample(list(runs), len(runs)):
       if stop():
         return None
       begin = time.perf_counter()
@@ -83,6 +84,7 @@ def _measure(
   sender: Any, prepare: Callable[..., Run], arguments: tuple[Any, ...]
 ) -> None:
   run = prepare(*arguments)
+  FORGET_PEAK.write_text('5')  # what preparing took does not count
   before = _status('VmRSS')
   run()
   sender.send(_status('VmHWM') - before)

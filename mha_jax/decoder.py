@@ -290,6 +290,11 @@ class DecoderLM(nn.Module):
     return logits if cache is None else (logits, tuple(after))
 
   @property
+  def vocab_size(self) -> int:
+    """Tokens lie below it."""
+    return self.config.vocab_size
+
+  @property
   def max_positions(self) -> int | None:
     """The tokens that a row can have at most; None: any number."""
     return self.config.max_len if self.config.positions == 'learned' else None

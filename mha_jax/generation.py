@@ -67,9 +67,23 @@ def generate(
       f'prompts must be integers of shape (b, t), got {prompts.dtype} of shape '
       f'{prompts.shape}'
     )
+  prompts = prompts.astype(int)  # new tokens may not fit a narrow dtype
   b, t = prompts.shape
+  if 0 in (b, t):
+    raise ValueError(f'prompts of shape {prompts.shape} must hold tokens')
+  vocab_size = getattr(model, 'vocab_size', None)
+  if vocab_size is not None:
+    checks.known_range('prompts', prompts, 0, vocab_size - 1)
+  stop_tokens = _whole_tokens('stop_tokens', stop_tokens)
+  (pad_token,) = _whole_tokens('pad_token', [pad_token])
   lengths = np.full(b, t) if lengths is None else np.asarray(lengths)
-  if lengths.shape != (b,) or np.any(lengths < 1) or np.any(lengths > t):
+  whole = np.issubdtype(lengths.dtype, np.integer)
+  if (
+    not whole
+    or lengths.shape != (b,)
+    or np.any(lengths < 1)
+    or np.any(lengths > t)
+  ):
     raise ValueError(
       f'lengths={lengths.tolist()} must be {b} numbers from 1 to t={t}'
     )
@@ -107,16 +121,28 @@ def generate(
     jnp.asarray(lengths),
     jax.random.key(0) if key is None else key,
     max(float(temperature), 1e-6),
-    1.0 if top_p is None else float(top_p),
+    2.0 if top_p in (None, 1) else float(top_p),  # beyond any sum
     cache,
     max_new_tokens=max_new_tokens,
     greedy=temperature == 0,
     top_k=top_k,
-    stop_tokens=tuple(stop_tokens),
+    stop_tokens=stop_tokens,
     pad_token=pad_token,
     capacity=capacity,
   )
   return out if cache is not None else out[:2]
+
+
+def _whole_tokens(name: str, tokens: Any) -> tuple[int, ...]:
+  """Tokens as plain numbers; a ValueError unless they are some."""
+  array = np.asarray(tokens)
+  if array.size == 0:
+    return ()
+  if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+    raise ValueError(f'{name}={tokens!r} must be integers, as (0, 7)')
+  for token in array.tolist():
+    checks.whole(name, token, 0, 2**31 - 1)
+  return tuple(array.tolist())
 
 
 def _check_room(name: str, capacity: int | None, needed: int) -> None:
@@ -215,12 +241,13 @@ def _generate(
 
 
 def restrict(
-  logits: jax.Array, top_k: int | None, top_p: Any = 1.0
+  logits: jax.Array, top_k: int | None, top_p: Any = 2.0
 ) -> jax.Array:
   """Logits (..., m) with -inf outside the top k, then outside the top p.
 
   Top p keeps the likeliest tokens up to and with the one by which their
-  probabilities, of what top k left, sum to top_p. Source: Holtzman et al. 2020.
+  probabilities, of what top k left, sum to top_p; above 1 all, however the sums
+  are rounded. Source: Holtzman et al. 2020.
   """
   if top_k is not None and top_k < logits.shape[-1]:
     bound = jax.lax.top_k(logits, top_k)[0][..., -1:]

@@ -367,8 +367,8 @@ class GroupedQueryAttention(_Shell):
     )
     if k is None:
       raise ValueError(
-        'head_dim=None and qkv_features=None: without inputs a cache needs one '
-        'of them'
+        'head_dim=None and qkv_features=None: a cache is made without inputs, '
+        'which would tell the size of a head; make the module with head_dim='
       )
     return self.config_for(*[jnp.zeros((1, self.num_heads * k))] * 3)
 

@@ -1,5 +1,6 @@
 """What all tests share: run-time shape checks, hypothesis profiles, parity."""
 
+import functools
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -57,11 +58,13 @@ def quick_compile(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(scope='class')
 def full_compile() -> Iterator[None]:
-  """Compiles as users do."""
+  """Compiles as users do; what was compiled otherwise is forgotten."""
   before = jax.config.read('jax_disable_most_optimizations')
+  jax.clear_caches()
   jax.config.update('jax_disable_most_optimizations', False)
   yield
   jax.config.update('jax_disable_most_optimizations', before)
+  jax.clear_caches()
 
 
 @pytest.fixture(scope='session', autouse=True)
@@ -71,6 +74,7 @@ def small_blocks() -> Iterator[None]:
 
   whole = blockwise.block_sizes
 
+  @functools.wraps(whole)
   def sizes(t: int, s: int, group: int = 1) -> Any:
     sizes = whole(t, s, group)
     return blockwise.BlockSizes(min(3, sizes.queries), min(4, sizes.keys))

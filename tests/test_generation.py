@@ -207,3 +207,40 @@ class ErrorsTest(parameterized.TestCase):
       self.assertRaisesRegex(ValueError, message),
     ):
       generate(model, None, prompts, max_new_tokens=new, cache=cache)
+
+  @parameterized.parameters(
+    ({'prompts': [[1, M]]}, r'prompts from 1 to 11 must lie in \[0, 10\]'),
+    ({'prompts': [[-1, 2]]}, 'prompts from -1 to 2'),
+    (
+      {'prompts': np.zeros((0, 3), int)},
+      r'prompts of shape \(0, 3\) must hold',
+    ),
+    ({'lengths': [1.5]}, r'lengths=\[1.5\] must be 1 numbers'),
+    ({'stop_tokens': 3}, 'stop_tokens=3 must be integers'),
+    ({'stop_tokens': (2.5,)}, 'stop_tokens='),
+    ({'pad_token': 0.5}, 'pad_token='),
+  )
+  def test_tokens(self, options, message):
+    """Tokens are whole numbers of the vocabulary."""
+    model, variables, _ = make(num_heads=4)
+    options = {'prompts': [[1, 2]]} | options
+    prompts = options.pop('prompts')
+    with self.assertRaisesRegex(ValueError, message):
+      generate(model, variables, prompts, max_new_tokens=2, **options)
+
+  def test_narrow_prompts(self):
+    """Tokens that do not fit the prompts' dtype come out whole."""
+    config = DecoderConfig(vocab_size=300, max_len=9, d_model=8, num_heads=2)
+    model, prompts = DecoderLM(config), np.array([[1, 2, 3], [4, 5, 6]])
+    variables = model.init(jax.random.key(0), prompts)
+    wanted, _ = generate(model, variables, prompts, max_new_tokens=5)
+    self.assertGreater(int(wanted.max()), 127)
+    got, _ = generate(
+      model, variables, prompts.astype(np.int8), max_new_tokens=5
+    )
+    np.testing.assert_array_equal(got, wanted)
+
+  def test_nothing_is_cut_without_top_p(self):
+    """Unlikely tokens stay possible, however sums of floats are rounded."""
+    logits = jnp.asarray(4 * normal(0, 32_000), jnp.float32)
+    self.assertTrue(np.all(np.isfinite(generation.restrict(logits, None))))

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from ml_collections import ConfigDict
 
@@ -53,7 +52,7 @@ def _causal(
   if scores < config.max_scores_gib * GIB:
     functions |= {
       'jax.nn': functools.partial(jax.nn.dot_product_attention, is_causal=True),
-      'flax': _flax,
+      'flax': functools.partial(nnx.dot_product_attention, is_causal=True),
     }
 
   def of_jax(function: Callable[..., jax.Array]) -> Run:
@@ -61,11 +60,11 @@ def _causal(
     if not gradient:
       return compiled(function, q, key, v)
 
-    def both(q: Any, key: Any, v: Any) -> Any:
+    def both(q: Any, key: Any, v: Any, cotangent: Any) -> Any:
       out, pull = jax.vjp(function, q, key, v)
       return out, pull(cotangent)
 
-    return compiled(both, q, key, v)
+    return compiled(both, q, key, v, cotangent)
 
   contenders: dict[str, Callable[[], Run]] = {
     name: functools.partial(of_jax, function)
@@ -75,13 +74,6 @@ def _causal(
     contenders['torch'] = functools.partial(_torch, shapes, gradient)
   task = 'forward and backward' if gradient else 'forward'
   return Case('attention', f'causal {task}', setting, contenders)
-
-
-def _flax(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-  """Flax's function; it repeats keys and values of a group."""
-  k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-  allowed = jnp.tri(q.shape[1], dtype=bool)[None, None]
-  return nnx.dot_product_attention(q, k, v, mask=allowed)
 
 
 def _torch(shapes: Any, gradient: bool) -> Run:

@@ -20,7 +20,7 @@ class Case:
     task: what is done, in words.
     setting: sizes by name, the numbers that a figure is drawn over.
     contenders: by name, a function that prepares arrays and compiles nothing
-      yet, and returns the run. The first one is ours, the others are peers.
+      yet, and returns the run. The others are measured against the first one.
   """
 
   suite: str

@@ -44,7 +44,8 @@ def _case(h: int, steps: int) -> Case:
   if HAS_TORCH:
     for name, compiles in (('torch', False), ('torch compiled', True)):
       contenders[name] = functools.partial(_torch, experiment, steps, compiles)
-  setting = {'n_heads': h, 'd_model': 64, 'steps': steps}
+  d_model = experiment.model.d_model
+  setting = {'n_heads': h, 'd_model': d_model, 'steps': steps}
   return Case('train', 'steps of the copy task', setting, contenders)
 
 
@@ -90,15 +91,17 @@ def _flax(experiment: train.Experiment, steps: int) -> Run:
     model, train.make_optimizer(experiment), wrt=nnx.Param
   )
 
-  def loss_of(model: _FlaxModel) -> jax.Array:
+  def loss_of(model: _FlaxModel, batch: Any) -> jax.Array:
     losses = optax.softmax_cross_entropy_with_integer_labels(
       model(batch.inputs), batch.targets
     )
     return jnp.sum(losses * batch.weights) / jnp.sum(batch.weights)
 
   @nnx.jit(donate_argnums=(0, 1))
-  def step(model: _FlaxModel, optimizer: nnx.Optimizer) -> jax.Array:
-    loss, grads = nnx.value_and_grad(loss_of)(model)
+  def step(
+    model: _FlaxModel, optimizer: nnx.Optimizer, batch: Any
+  ) -> jax.Array:
+    loss, grads = nnx.value_and_grad(loss_of)(model, batch)
     optimizer.update(model, grads)
     return loss
 
@@ -107,7 +110,7 @@ def _flax(experiment: train.Experiment, steps: int) -> Run:
 
   def run() -> object:
     for _ in range(steps):
-      loss = cached()
+      loss = cached(batch)
     return jax.block_until_ready((loss, nnx.state(model)))
 
   return run

@@ -63,10 +63,10 @@ class BlockPairs:
 class _Options:
   """What is static."""
 
-  scale: float
   logit_softcap: float | None
   sizes: BlockSizes
   dtype: Any
+  precision: Any  # of products, as it was set for the forward pass
 
 
 @jax.tree_util.register_dataclass
@@ -78,6 +78,7 @@ class _Inputs:
   ks: Any  # (s, k_i) each
   v: Any  # (s, v)
   bias: Any  # (#t, #s) or None
+  scale: Any  # ()
 
 
 @jax.tree_util.register_dataclass
@@ -101,7 +102,8 @@ class _Block:
   qs: Parts  # (i, k_i)
   ks: Parts  # (j, k_i)
   v: Array  # (j, v)
-  capped: Array  # (i, j), scores before the bias
+  products: Array  # (i, j), sums of q k^T
+  capped: Array  # (i, j), scaled and capped, before the bias
   scores: Array  # (i, j), -inf where a query may not attend
 
 
@@ -141,8 +143,6 @@ def attend(
   dtype = compute_dtype(None, *qs, *ks, v)
   t, s = qs[0].shape[0], v.shape[0]
   scale = exact.default_scale(qs) if scale is None else scale
-  if isinstance(scale, jax.Array):  # one that may have a gradient
-    qs, scale = tuple((q * scale).astype(q.dtype) for q in qs), 1.0
   cap = None if logit_softcap is None else float(logit_softcap)
   sizes = block_sizes(t, s) if sizes is None else sizes
   mask = masks.as_mask(mask)
@@ -151,15 +151,19 @@ def attend(
     keys = Blocks(s, sizes.keys, key_positions)
     pairs = as_pairs(touches(mask, queries, keys))
   qs, ks, v = jax.tree.map(lambda x: x.astype(dtype), (qs, ks, v))
-  options = _Options(float(scale), cap, sizes, dtype)
-  inputs = _Inputs(qs, ks, v, bias)
+  precision = jax.config.jax_default_matmul_precision  # type: ignore
+  options = _Options(cap, sizes, dtype, precision)
+  wide = wide_dtype(dtype)
+  inputs = _Inputs(qs, ks, v, bias, jnp.asarray(scale, wide))
   terms = _Terms(mask, query_positions, key_positions, dropout, pairs)
+  nil = _nil(inputs, terms, wide)
+  inputs = dataclasses.replace(inputs, scale=inputs.scale + nil)
   out, residual = _attend(options, inputs, terms)
   return (out, residual) if return_residual else out
 
 
 def block_sizes(t: int, s: int, group: int = 1) -> BlockSizes:
-  """The sizes that were measured to be fast, see WORKSPACE.md.
+  """Fast sizes, see WORKSPACE.md, "Blocks and thresholds".
 
   Args:
     t: queries.
@@ -223,14 +227,22 @@ def _forward(
       queries.put(total, queries.cut(total) * decay + jnp.sum(weights, axis=1)),
     )
 
+  nil = _nil(inputs, terms, wide)
   start = (
-    jnp.zeros((t, width), wide),
-    jnp.full(t, -jnp.inf, wide),
-    jnp.zeros(t, wide),
+    jnp.full((t, width), nil),
+    jnp.full(t, nil - jnp.inf),
+    jnp.full(t, nil),
   )
   out, top, total = jax.lax.fori_loop(0, terms.pairs.count, add, start)
   out = out / jnp.where(total == 0, 1, total)[:, None]
   return out.astype(options.dtype), top + jnp.log(total)
+
+
+def _nil(inputs: _Inputs, terms: _Terms, dtype: Any) -> Array:
+  """0, made of all arrays, so that under `jax.shard_map` it varies as they."""
+  leaves = jax.tree.leaves((inputs, dataclasses.replace(terms, dropout=None)))
+  zeros = [jnp.zeros_like(x, dtype, shape=()) for x in leaves]
+  return functools.reduce(operator.add, zeros)
 
 
 def _keep(
@@ -244,7 +256,14 @@ def _keep(
 def _backward(
   options: _Options, kept: Any, cotangents: tuple[Array, Array]
 ) -> tuple[_Inputs, None]:
-  """Algorithm 2: the gradients of the inputs."""
+  """Algorithm 2: the gradients of the inputs, as precise as the outputs."""
+  with jax.default_matmul_precision(options.precision):
+    return _gradients(options, kept, cotangents), None
+
+
+def _gradients(
+  options: _Options, kept: Any, cotangents: tuple[Array, Array]
+) -> _Inputs:
   inputs, terms, out, residual = kept
   d_out, d_residual = cotangents
   dtype, wide = options.dtype, wide_dtype(options.dtype)
@@ -270,10 +289,10 @@ def _backward(
     d_bias = grads.bias
     if inputs.bias is not None:
       d_bias = _add_to_bias(d_bias, d_scores, queries, keys)
-    d_raw = d_scores * options.scale
+    d_scaled = d_scores
     if options.logit_softcap is not None:
-      d_raw = d_raw * (1 - (block.capped / options.logit_softcap) ** 2)
-    d_raw = d_raw.astype(dtype)
+      d_scaled = d_scores * (1 - (block.capped / options.logit_softcap) ** 2)
+    d_raw = (d_scaled * inputs.scale).astype(dtype)
     d_qs = tuple(
       queries.cut(x) + product('ts,sk->tk', d_raw, k)
       for x, k in zip(grads.qs, block.ks, strict=True)
@@ -287,11 +306,13 @@ def _backward(
       tuple(keys.put(x, d) for x, d in zip(grads.ks, d_ks, strict=True)),
       keys.put(grads.v, keys.cut(grads.v) + d_v),
       d_bias,
+      grads.scale + jnp.sum(d_scaled * block.products),
     )
 
-  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, wide), inputs)
+  nil = _nil(inputs, terms, wide)
+  zeros = jax.tree.map(lambda x: jnp.full(x.shape, nil), inputs)
   grads = jax.lax.fori_loop(0, terms.pairs.count, add, zeros)
-  return jax.tree.map(lambda g, x: once(g.astype(x.dtype)), grads, inputs), None
+  return jax.tree.map(lambda g, x: once(g.astype(x.dtype)), grads, inputs)
 
 
 _with_gradient = jax.custom_vjp(_forward, nondiff_argnums=(0,))
@@ -320,11 +341,12 @@ def _block(
   if allowed is not None:
     used = jnp.any(allowed, axis=0)
     ks, v = tuple(exact.silence(k, used) for k in ks), exact.silence(v, used)
-  capped = exact.scores(qs, ks, options.scale, options.logit_softcap)
+  products = exact.products(qs, ks)
+  capped = exact.scores(products, inputs.scale, options.logit_softcap)
   scores = capped if bias is None else capped + bias.astype(capped.dtype)
   if allowed is not None:
     scores = jnp.where(allowed, scores, -jnp.inf)
-  return _Block(queries, keys, qs, ks, v, capped, scores)
+  return _Block(queries, keys, qs, ks, v, products, capped, scores)
 
 
 def _only(

@@ -25,6 +25,7 @@ import numpy as np
 
 from mha_jax.attention import checks
 from mha_jax.attention.config import AttentionConfig
+from mha_jax.attention.dtypes import compute_dtype
 from mha_jax.attention.notation import Array
 
 Entries = tuple[Array, ...]
@@ -184,11 +185,20 @@ class WindowCache(Cache):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StaticCache(Cache):
-  """The entries of the whole other sequence, for cross-attention."""
+  """The entries of the whole other sequence, for cross-attention.
+
+  Args:
+    entries: arrays (b, heads, slots, features).
+    lengths: (b,) tokens of each row.
+    given_positions: (b, s) or (1, s) of the keys; None: 0 .. s-1.
+  """
+
+  given_positions: Any = None  # (b, s) or (1, s)
 
   def view(self) -> View:
-    at = jnp.arange(self.slots)[None, :]
-    return View(self.entries, at, at < self.lengths[:, None])
+    slots = jnp.arange(self.slots)[None, :]
+    at = slots if self.given_positions is None else self.given_positions
+    return View(self.entries, at, slots < self.lengths[:, None])
 
 
 def init_cache(
@@ -220,6 +230,7 @@ def init_cache(
   checks.positive('batch_size', batch_size)
   slots = capacity if window is None else window
   checks.positive('capacity' if window is None else 'window', slots)
+  dtype = compute_dtype(dtype)
   if window is not None:
     kind: type[Cache] = WindowCache
   else:
@@ -243,6 +254,11 @@ def check_cache(config: AttentionConfig, cache: Any, batch: int) -> None:
     raise ValueError(
       f'cache has entries (b, heads, features) {got}, but config and inputs '
       f'ask for {wanted}; was it made for another config or batch size?'
+    )
+  if jnp.shape(cache.lengths) != (batch,):
+    raise ValueError(
+      f'cache has lengths of shape {jnp.shape(cache.lengths)}, but the inputs '
+      f'have {batch} rows'
     )
 
 

@@ -94,6 +94,13 @@ def check_cached_call(
       'mask or bias goes by columns, which a WindowCache has not; use causal '
       'and window masks, or a KVCache'
     )
+  left, _ = masks.reach(mask) or (None, None)
+  if cache.window is not None and left is not None and left >= cache.window:
+    raise ValueError(
+      f'mask sees {left} tokens back, but the cache keeps window='
+      f'{cache.window} tokens, the own one too; make it with window={left + 1} '
+      'or more'
+    )
   if valid is None:
     return None
   array = check_valid(valid, shape)

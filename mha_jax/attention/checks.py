@@ -4,6 +4,9 @@ import math
 import numbers
 from typing import Any
 
+import jax
+import numpy as np
+
 
 def positive(name: str, value: Any) -> None:
   """Raises a ValueError unless the value is a positive 32-bit integer."""
@@ -24,6 +27,17 @@ def whole(name: str, value: Any, low: int, high: int) -> None:
   if not (_is_whole(value) and low <= value <= high):
     raise ValueError(
       f'{name}={value!r} must be an integer and lie in [{low}, {high}]'
+    )
+
+
+def known_range(name: str, values: Any, low: int, high: int) -> None:
+  """Raises a ValueError unless all values, where known, lie in [low, high]."""
+  if isinstance(values, jax.core.Tracer) or np.size(values) == 0:
+    return
+  least, most = int(np.min(values)), int(np.max(values))
+  if least < low or most > high:
+    raise ValueError(
+      f'{name} from {least} to {most} must lie in [{low}, {high}]'
     )
 
 

@@ -7,7 +7,7 @@
 
 The fused kernels take no part where they would do anything else than the other
 two: theirs are calls in which every query sees its own key, so that no query
-sees nothing and no key goes unused.
+sees nothing and no key goes unused. They have no second derivatives.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from mha_jax.attention import masks
 NAMES = ('auto', 'exact', 'blockwise', 'cudnn', 'splash')
 FUSED = ('cudnn', 'splash')
 
-# Measured on two CPU cores, see WORKSPACE.md.
+# Measured on two CPU cores, see WORKSPACE.md, "Blocks and thresholds".
 LONG_KEYS = 1024
 MANY_SCORES = 1024 * 1024
 """Keys, or scores of a head, from which on blocks are faster."""
@@ -65,6 +65,8 @@ def choose(implementation: str, call: Call) -> str:
     ValueError: the choice is unknown, or cannot serve the call.
   """
   check_name(implementation)
+  if 0 in (call.t, call.s):
+    return 'exact'  # there is nothing to compute
   if implementation != 'auto':
     reason = reason_against(implementation, call)
     if reason is not None:
@@ -73,8 +75,10 @@ def choose(implementation: str, call: Call) -> str:
         "use 'auto'"
       )
     return implementation
-  long = call.s >= LONG_KEYS or call.t * call.s >= MANY_SCORES
-  if not long or call.t == 0:
+  many = call.t * call.s >= MANY_SCORES
+  # A loop over the keys of one query pays where a copy of the keys would not.
+  long = call.s >= LONG_KEYS and (call.t > 1 or _device().platform == 'cpu')
+  if not (many or long):
     return 'exact'
   for name in (*FUSED, 'blockwise'):
     if reason_against(name, call) is None:
@@ -113,7 +117,7 @@ def reason_against(implementation: str, call: Call) -> str | None:
 
 def _against_cudnn(call: Call) -> str | None:
   (k,), v = call.widths
-  device = jax.devices()[0]
+  device = _device()
   capability = str(getattr(device, 'compute_capability', ''))
   nvidia = device.platform == 'gpu' and capability[:1].isdigit()
   if not nvidia or float(capability) < 8:
@@ -130,8 +134,8 @@ def _against_cudnn(call: Call) -> str | None:
 
 def _against_splash(call: Call) -> str | None:
   (k,), v = call.widths
-  if jax.devices()[0].platform != 'tpu':
-    return f'it wants a TPU, not {jax.devices()[0]}'
+  if _device().platform != 'tpu' or jax.device_count() > 1:
+    return f'it wants a TPU, one alone, not {jax.device_count()} of {_device()}'
   if jnp.dtype(call.dtype) not in (jnp.bfloat16, jnp.float32):
     return f'it computes in bfloat16 or float32, not in {call.dtype}'
   if any(size % LANES for size in (call.t, k, v)):
@@ -139,3 +143,11 @@ def _against_splash(call: Call) -> str | None:
       f'it takes lengths and features by {LANES}, not t={call.t}, k={k}, v={v}'
     )
   return None
+
+
+def _device() -> Any:
+  """A device that a call runs on, unless its arrays say otherwise."""
+  default = jax.config.jax_default_device  # type: ignore
+  if default is None or isinstance(default, str):
+    return jax.devices(default)[0]
+  return default

@@ -102,6 +102,11 @@ class AttentionConfig:
     """The outputs of the heads: makes keys and values, calls `core`."""
     raise NotImplementedError
 
+  def expands(self, t: int, s: int) -> bool:
+    """Whether `attend` multiplies the entries of s tokens for t queries."""
+    del t, s
+    return False
+
   def rotate(self, x_BHTK: Array, at: Positions) -> Array:
     """Turns x by the RoPE in use, where there is one."""
     rope = self.rotary

@@ -96,7 +96,7 @@ def attend(
   if used is not None:
     ks, v = tuple(silence(k, used) for k in ks), silence(v, used)
   qs, ks, v = jax.tree.map(lambda x: x.astype(dtype), (qs, ks, v))
-  logits = scores(qs, ks, scale, logit_softcap)
+  logits = scores(products(qs, ks), scale, logit_softcap)
   logits = logits if bias is None else logits + bias
   if allowed is not None:
     logits = jnp.where(allowed, logits, -jnp.inf)
@@ -149,19 +149,25 @@ def silence(
   return jnp.where(used[:, None], x, 0)
 
 
-def scores(
-  qs: tuple[Float[Array, 't _'], ...],
-  ks: tuple[Float[Array, 's _'], ...],
-  scale: float | Array,
-  logit_softcap: float | None,
+def products(
+  qs: tuple[Float[Array, 't _'], ...], ks: tuple[Float[Array, 's _'], ...]
 ) -> Float[Array, 't s']:
-  """softcap(scale sum_i q_i k_i^T), in float32 at least."""
+  """sum_i q_i k_i^T, in float32 at least."""
   wide = wide_dtype(qs[0].dtype)
   parts = [
     jnp.einsum('tk,sk->ts', q, k, preferred_element_type=wide)
     for q, k in zip(qs, ks, strict=True)
   ]
-  scaled = functools.reduce(operator.add, parts) * jnp.asarray(scale, wide)
+  return functools.reduce(operator.add, parts)
+
+
+def scores(
+  products: Float[Array, 't s'],
+  scale: float | Array,
+  logit_softcap: float | None,
+) -> Float[Array, 't s']:
+  """softcap(scale products)."""
+  scaled = products * jnp.asarray(scale, products.dtype)
   if logit_softcap is None:
     return scaled
   cap = float(logit_softcap)  # a NumPy float64 would promote

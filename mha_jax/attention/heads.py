@@ -98,7 +98,8 @@ def multihead_attention(
 
   Raises:
     ValueError: shapes do not fit, the mask is not boolean, or an option is
-      unknown.
+      unknown or cannot serve.
+    TypeError: forward-mode differentiation of blocks, see `blockwise.attend`.
   """
   call = _read(
     q_BHTK,
@@ -170,6 +171,7 @@ def _read(
   b, h, t, n, s = shapes.check_shapes(qs, ks, v)
   checks.softcap(logit_softcap)
   check_dropout(dropout)
+  dropout = None if dropout is None or dropout.rate == 0 else dropout
   exact.check_scale(scale)
   mask, bias = shapes.check_pairs(mask, bias, (b, h, t, s))
   dtype = compute_dtype(None, *qs, *ks, v)
@@ -206,6 +208,8 @@ class _Call:
     given['logit_softcap'] = self.options['logit_softcap']
     scale = self.options['scale']
     given['scale of an array'] = scale if isinstance(scale, jax.Array) else None
+    k_heads, v_heads = self.ks[0].shape[1], self.v.shape[1]
+    given['k and v of other numbers of heads'] = k_heads != v_heads or None
     return choice.Call(
       t,
       s,

@@ -186,20 +186,20 @@ class LatentConfig(AttentionConfig):
     """The two parts of a score, expanded or absorbed."""
     (q_nope, *w), (c, *u) = q, entries
     options = {'scale': self.scale, 'logit_softcap': self.logit_softcap}
-    if not self._absorbs(q_nope.shape[2], c.shape[2]):
+    if self.expands(q_nope.shape[2], c.shape[2]):
       k, v = rows('key', c[:, 0]), rows('value', c[:, 0])
       return core((q_nope, *w), (k, *u), v, **options)
     q_latent = jnp.einsum('bhtk,rhk->bhtr', q_nope, rows.kernel('key'))
     o, weights = core((q_latent, *w), (c, *u), c, **options)
     return jnp.einsum('bhtr,rhv->bhtv', o, rows.kernel('value')), weights
 
-  def _absorbs(self, t: int, s: int) -> bool:
-    """Whether t queries attend to s latents in the absorbed form.
+  def expands(self, t: int, s: int) -> bool:
+    """Whether t queries attend to s latents in the expanded form.
 
     'auto' takes the form with fewer multiplications a head: expanded
     s r (k + v) + t s (k + v + p), absorbed t r (k + v) + t s (2 r + p).
     """
     if self.form != 'auto':
-      return self.form == 'absorbed'
+      return self.form == 'expanded'
     r, width = self.sizes['r'], self.sizes['k'] + self.sizes['v']
-    return t * r * width + t * s * 2 * r < s * r * width + t * s * width
+    return t * r * width + t * s * 2 * r >= s * r * width + t * s * width

@@ -10,7 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mha_jax.attention import batching, calls, choice, heads, masks, shapes
+from mha_jax.attention import (
+  batching,
+  calls,
+  checks,
+  choice,
+  heads,
+  masks,
+  shapes,
+)
 from mha_jax.attention.arguments import as_positions
 from mha_jax.attention.caches import Cache, StaticCache, View, check_cache
 from mha_jax.attention.config import AttentionConfig, Heads, Parts, Rows
@@ -138,7 +146,7 @@ def apply(
   if cache is not None:
     check_cache(config, cache, math.prod(batch))
     s = cache.slots
-  if inputs_k is None and key_positions is None:
+  if inputs_k is None and key_positions is None and cache is None:
     key_positions = input_positions
   mask, bias = shapes.check_pairs(
     batching.fold('mask', mask, batch),
@@ -229,7 +237,8 @@ def keys_values(
     )
   if lengths is None:
     lengths = jnp.full(batch, s)
-  return StaticCache(entries, jnp.reshape(lengths, (-1,)))
+  checks.known_range('lengths', lengths, 0, s)
+  return StaticCache(entries, jnp.reshape(lengths, (-1,)), keys)
 
 
 def _attend_cache(
@@ -248,7 +257,10 @@ def _attend_cache(
     cache, view = cache.extend(config.entries(rows, x, x, at), valid)
     scores = dataclasses.replace(scores, query_positions=at)
   core = scores.of_cache(cache, view, valid).core
-  o, weights = config.attend(
-    rows, config.queries(rows, x, at), view.entries, core
-  )
+  entries = view.entries
+  if config.expands(x.shape[1], entries[0].shape[2]):
+    # Slots that hold no token may hold NaN, which gradients would spread.
+    usable = view.usable[:, None, :, None]
+    entries = tuple(jnp.where(usable, y, 0) for y in entries)
+  o, weights = config.attend(rows, config.queries(rows, x, at), entries, core)
   return o, weights, cache

@@ -78,21 +78,26 @@ class Window(Mask):
 
   def evaluate(self, queries: Axis, keys: Axis) -> Bool[Array, 't s']:
     key, query = keys.position_of_each(), queries.position_of_each()
-    ahead = key[None, :] - query[:, None]
-    near = jnp.ones((queries.size, keys.size), bool)
-    if self.left is not None:
-      near = near & (ahead >= -self.left)
-    return near if self.right is None else near & (ahead <= self.right)
+    return self._near((query, query), (key, key))
 
   def touches(
     self, queries: Blocks, keys: Blocks
   ) -> Bool[Array, 'query_blocks key_blocks']:
-    query, key = queries.position_spans(), keys.position_spans()
-    near = jnp.ones((queries.count, keys.count), bool)
+    return self._near(queries.position_spans(), keys.position_spans())
+
+  def _near(
+    self, queries: tuple[Array, Array], keys: tuple[Array, Array]
+  ) -> Bool[Array, '_ _']:
+    """Whether spans (least, greatest) of queries and keys come near enough."""
+    (first, last), (least, most) = queries, keys
+    near = jnp.ones((first.size, least.size), bool)
+    limits = jnp.iinfo(first.dtype)  # where positions would wrap
     if self.left is not None:
-      near = near & (key[1][None, :] - query[0][:, None] >= -self.left)
+      low = jnp.maximum(first, limits.min + self.left) - self.left
+      near = near & (most[None, :] >= low[:, None])
     if self.right is not None:
-      near = near & (key[0][None, :] - query[1][:, None] <= self.right)
+      high = jnp.minimum(last, limits.max - self.right) + self.right
+      near = near & (least[None, :] <= high[:, None])
     return near
 
 

@@ -126,6 +126,73 @@ class ExactTest(oracles.X64TestCase):
     )
     assert_close(got, wanted)
 
+  @parameterized.parameters((np.float64, 1e-12), (np.int32, 1e-5))
+  def test_traced_scale(self, dtype, tolerance):
+    """In the wide dtype, whatever the inputs; blind queries may hold NaN."""
+    q, k, v = (np.round(3 * x).astype(dtype) for x in one_head()[:3])
+
+    def loss(attend, scale, q):
+      out = attend(q, k, v, scale=scale, mask=masks.lengths([S], [5]))
+      return jnp.sum(out * out)
+
+    blind = q.astype(np.float64)
+    blind[5:] = np.nan
+    for inputs in (q, blind):
+      wanted, got = (
+        jax.value_and_grad(functools.partial(loss, attend))(
+          jnp.float32(0.02), inputs
+        )
+        for attend in (exact.attend, blockwise.attend)
+      )
+      assert_close(got, wanted, tolerance)
+
+  def test_sizes_as_users_have_them(self):
+    """Whole blocks, head by head: GQA with mask, bias and dropout."""
+    shapes = ((1, 2, 600, K), (1, 1, 700, K), (1, 1, 700, V))
+    q, k, v = (normal(i, *shape) for i, shape in enumerate(shapes))
+
+    def grads(implementation):
+      def loss(q, k, v, bias):
+        out = multihead(
+          q,
+          k,
+          v,
+          mask=masks.causal() & masks.lengths([650]),
+          bias=bias,
+          dropout=Dropout(jax.random.key(0), 0.2),
+          implementation=implementation,
+        )
+        return jnp.sum(jnp.sin(out))
+
+      f = jax.value_and_grad(loss, (0, 1, 2, 3))
+      return jax.jit(f)(q, k, v, normal(9, 1, 2, 1, 700))
+
+    sizes = blockwise.block_sizes.__wrapped__
+    self.assertEqual(sizes(600, 700, 2), blockwise.BlockSizes(256, 256))
+    self.assertTrue(blockwise.fits_better_alone(600))
+    with mock.patch.object(blockwise, 'block_sizes', sizes):
+      got = grads('blockwise')
+    assert_close(got, grads('exact'))
+
+  def test_shard_map(self):
+    """Over a mesh, with its checks of what varies on: outputs and gradients."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ('x',))
+    rows = jax.sharding.PartitionSpec('x')
+    x = normal(0, B, 2, T, K)
+
+    def run(implementation):
+      def f(x, lengths):
+        mask = masks.causal() & masks.lengths(lengths)
+        return multihead(x, x, x, mask=mask, implementation=implementation)
+
+      sharded = jax.shard_map(
+        f, mesh=mesh, in_specs=(rows, rows), out_specs=rows
+      )
+      lengths = np.array([3, 7])
+      return jax.jit(jax.grad(lambda x: jnp.sum(sharded(x, lengths) ** 2)))(x)
+
+    assert_close(run('blockwise'), run('exact'))
+
   def test_heads_one_by_one(self):
     """A loop over rows and heads does what vmap does, with pairs of its own."""
     shapes = ((B, 6, T, K), (B, 3, S, K), (B, 3, S, V), (B, 6, T, V))
@@ -286,6 +353,23 @@ def blocks_of(allowed: np.ndarray) -> np.ndarray:
 
 class PairsTest(parameterized.TestCase):
   """Which pairs of blocks are computed."""
+
+  def test_positions_at_the_limits(self):
+    """Sentinels of padding do not wrap around, nor hide their neighbours."""
+    limits = np.iinfo(np.int32)
+    at = np.arange(T, dtype=np.int32)
+    at[1], at[5] = limits.min, limits.max
+    keys = np.arange(S, dtype=np.int32) - 3
+    keys[2] = limits.min
+    q, k, v = (x.astype(np.float32) for x in one_head()[:3])
+    options = {
+      'query_positions': jnp.asarray(at),
+      'key_positions': jnp.asarray(keys),
+    }
+    allowed = np.abs(at[:, None].astype(float) - keys) <= 2
+    for attend in (exact.attend, blockwise.attend):
+      got = attend(q, k, v, mask=masks.window(2, 2), **options)
+      assert_close(got, exact.attend(q, k, v, mask=allowed), 1e-5)
 
   @parameterized.parameters(*MASKS)
   def test_masks_tell_their_blocks(self, name):

@@ -314,3 +314,87 @@ class ErrorsTest(parameterized.TestCase):
     config, _, _ = setting('gqa')
     with self.assertRaisesRegex(ValueError, message):
       init_cache(config, **{'batch_size': B} | options)
+
+
+class StaticTest(oracles.X64TestCase):
+  @parameterized.parameters('gqa', 'mla')
+  def test_positions(self, kind):
+    """Keys keep theirs, for RoPE and for masks; queries bring their own."""
+    config, params, x = setting(kind)
+    keys, at = 100 + jnp.arange(T), jnp.asarray([104, 101])
+    mask = masks.window(2, 1)
+    kept = keys_values(config, params, x, key_positions=keys)
+    got, _ = attention.apply(
+      config, params, x[:, :2], cache=kept, mask=mask, input_positions=at
+    )
+    wanted = attention.apply(
+      config,
+      params,
+      x[:, :2],
+      x,
+      mask=mask,
+      input_positions=at,
+      key_positions=keys,
+    )
+    assert_close(got, wanted)
+
+  def test_lengths_beyond_the_keys(self):
+    """More tokens than there are keys are refused."""
+    config, params, x = setting('gqa')
+    with self.assertRaisesRegex(ValueError, rf'lengths from 1 to 9 .*{T}\]'):
+      keys_values(config, params, x, lengths=[1] * (B - 1) + [9])
+
+
+class ImplementationTest(oracles.X64TestCase):
+  @parameterized.product(
+    kind=('gqa', 'mla'), options=({'capacity': 9}, {'window': 4})
+  )
+  def test_by_blocks(self, kind, options):
+    """Over a cache blocks give what all scores at once give."""
+    config, params, x = setting(kind)
+    results = []
+    for implementation in ('exact', 'blockwise'):
+      cache = poisoned(init_cache(config, B, dtype=jnp.float64, **options))
+      call = jax.jit(
+        functools.partial(
+          attention.apply,
+          config,
+          mask=masks.causal(),
+          implementation=implementation,
+        )
+      )
+      first, cache = call(params, x[:, :5], cache=cache)
+      last, _ = call(params, x[:, 5:6], cache=cache)
+      results.append((first, last))
+    assert_close(*results)
+
+  @parameterized.parameters('expanded', 'absorbed')
+  def test_gradients_beside_empty_slots(self, form):
+    """Slots never written may hold NaN, also for the parameters' gradients."""
+    config, params, x = setting('mla')
+    config = dataclasses.replace(config, form=form)
+    cache = poisoned(init_cache(config, B, 9, jnp.float64))
+
+    @jax.jit
+    @jax.grad
+    def gradient(params):
+      return jnp.sum(
+        attention.apply(config, params, x, cache=cache, mask=masks.causal())[0]
+      )
+
+    chex.assert_tree_all_finite(gradient(params))
+
+
+class RefusedTest(parameterized.TestCase):
+  @parameterized.parameters('int8', bool, 'abc')
+  def test_dtypes(self, dtype):
+    """A cache holds floating numbers."""
+    with self.assertRaisesRegex(ValueError, 'must be a floating dtype'):
+      init_cache(setting('gqa')[0], 1, 4, dtype)
+
+  def test_a_ring_that_is_too_small(self):
+    """A mask that sees further back than the ring keeps is refused."""
+    config, params, x = setting('gqa', np.float32)
+    cache = init_cache(config, B, window=4)
+    with self.assertRaisesRegex(ValueError, 'window=4.*window=5 or more'):
+      attention.apply(config, params, x, cache=cache, mask=masks.window(4, 0))

@@ -1,5 +1,6 @@
 """choice.choose and the fused kernels: who serves which call, and why not."""
 
+import functools
 from types import SimpleNamespace
 from unittest import mock
 
@@ -9,7 +10,14 @@ import numpy as np
 from absl.testing import parameterized
 from oracles import assert_close, normal
 
-from mha_jax.attention import choice, fused, heads, masks, multihead_attention
+from mha_jax.attention import (
+  Dropout,
+  choice,
+  fused,
+  heads,
+  masks,
+  multihead_attention,
+)
 
 GPU = SimpleNamespace(platform='gpu', compute_capability='9.0')
 OLD_GPU = SimpleNamespace(platform='gpu', compute_capability='7.5')
@@ -63,6 +71,9 @@ class AutoTest(parameterized.TestCase):
     (CPU, {'t': 64, 's': 1024}, 'blockwise'),
     (CPU, {'t': 16384, 's': 64}, 'blockwise'),
     (CPU, {'t': 0}, 'exact'),
+    (CPU, {'t': 1}, 'blockwise'),
+    (GPU, {'t': 1}, 'exact'),
+    (GPU, {'given': ('k and v of other numbers of heads',)}, 'blockwise'),
   )
   def test_auto(self, device, changes, wanted):
     """A fused kernel where it keeps the contracts, blocks for long calls."""
@@ -94,6 +105,13 @@ class AutoTest(parameterized.TestCase):
     ):
       choice.choose(name, call(**changes))
 
+  def test_of_several_devices(self):
+    """Splash attention cannot be partitioned; the default device decides."""
+    with on(TPU), mock.patch.object(jax, 'device_count', return_value=4):
+      self.assertEqual(choice.choose('auto', call()), 'blockwise')
+    with on(GPU), jax.default_device(jax.local_devices(backend='cpu')[0]):
+      self.assertEqual(choice.choose('auto', call()), 'blockwise')
+
   def test_can_be_asked(self):
     """Which implementation a call takes, by its arguments."""
     x = jnp.zeros((1, 2, 1024, 8))
@@ -108,12 +126,23 @@ class AutoTest(parameterized.TestCase):
     ({'logit_softcap': 2.0}, 'logit_softcap'),
     ({'query_positions': np.arange(9)}, 'query_positions'),
     ({'scale': jnp.asarray(0.5)}, 'scale of an array'),
+    ({'dropout': Dropout(jax.random.key(0), 0.1)}, 'dropout'),
   )
   def test_what_is_given_is_seen(self, options, name):
     """Every argument that a kernel cannot take reaches the choice."""
     x = jnp.zeros((1, 2, 9, 8))
     with self.assertRaisesRegex(ValueError, f'takes no {name}'):
       multihead_attention(x, x, x, implementation='cudnn', **options)
+
+  def test_heads_and_rates_are_seen(self):
+    """A rate of 0 is no dropout; a value that all heads share is noticed."""
+    x = jnp.zeros((1, 2, 9, 8), jnp.bfloat16)
+    off = Dropout(jax.random.key(0), 0.0)
+    of = functools.partial(heads.implementation_of, implementation='cudnn')
+    with on(GPU):
+      self.assertEqual(of(x, x, x, dropout=off), 'cudnn')
+      with self.assertRaisesRegex(ValueError, 'other numbers of heads'):
+        of(x, x, x[:, :1])
 
 
 class KernelTest(parameterized.TestCase):

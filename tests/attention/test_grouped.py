@@ -475,9 +475,19 @@ class PrecisionTest(parameterized.TestCase):
   )
   def test_reaches_every_product(self, given, wanted):
     """By any of jax.lax.Precision's names; None leaves what is set around."""
+    for implementation in ('exact', 'blockwise'):
+      self.check_products(given, wanted, implementation)
+
+  def check_products(self, given, wanted, implementation):
     config = GroupedConfig(d_model=4, num_heads=2)
     params = init_table(config.table, jax.random.key(0))
-    f = functools.partial(attention.apply, config, params, precision=given)
+    f = functools.partial(
+      attention.apply,
+      config,
+      params,
+      precision=given,
+      implementation=implementation,
+    )
     with jax.default_matmul_precision('high'):
       jaxpr = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(f(x))))(
         jnp.ones((1, 3, 4))

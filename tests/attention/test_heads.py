@@ -78,15 +78,12 @@ CASES = {
 }
 
 
-@functools.partial(
-  jax.jit, static_argnames=('logit_softcap', 'implementation', 'precision')
-)
-def value_and_grads(q, k, v, cotangent, mask, bias, precision=None, **options):
+@functools.partial(jax.jit, static_argnames=('logit_softcap', 'implementation'))
+def value_and_grads(q, k, v, cotangent, mask, bias, **options):
   """Output, weights and the gradients of q, k, v and the bias.
 
   The weights are None where the implementation never has them as a whole.
   """
-  del precision
   weighs = options.get('implementation') not in WITHOUT_WEIGHTS
 
   def loss(q, k, v, bias):
