@@ -267,7 +267,7 @@ class ThreeWaysTest(oracles.X64TestCase):
         chex.assert_trees_all_equal_shapes_and_dtypes(got, wanted)
 
   @parameterized.parameters(
-    (linen.MultiHeadAttention(3), 'head_dim=None and qkv_features=None: w'),
+    (linen.MultiHeadAttention(3), 'make the module with head_dim='),
     (
       linen.MultiHeadLatentAttention(3, 5, rope=Rope()),
       'qk_rope_head_dim=None and qk_nope_head_dim=None: w',

@@ -147,9 +147,7 @@ class AutoTest(parameterized.TestCase):
 
 class KernelTest(parameterized.TestCase):
   @parameterized.parameters(
-    (None, (None, None)),
     (masks.causal(), (None, 0)),
-    (masks.window(40, 3), (40, 3)),
     (masks.causal() & masks.window(70, None), (70, 0)),
   )
   def test_splash(self, mask, reach):
