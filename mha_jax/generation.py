@@ -37,9 +37,11 @@ def generate(
 
   Args:
     model: a module with `init_cache` whose call takes tokens, cache and valid,
-      for instance `DecoderLM`; its `max_positions`, if it has any, are kept to.
+      for instance `DecoderLM`; its `max_positions` and `vocab_size`, if it has
+      any, are kept to.
     variables: its variables.
-    prompts: (b, t) tokens; a shorter prompt is padded on the right.
+    prompts: (b, t) tokens; a shorter prompt is padded on the right, with
+      anything.
     max_new_tokens: the number of new tokens of each row.
     lengths: (b,) tokens of each prompt, at least 1; None: all t.
     temperature: 0 takes the likeliest token; else logits are divided by it.
@@ -71,9 +73,6 @@ def generate(
   b, t = prompts.shape
   if 0 in (b, t):
     raise ValueError(f'prompts of shape {prompts.shape} must hold tokens')
-  vocab_size = getattr(model, 'vocab_size', None)
-  if vocab_size is not None:
-    checks.known_range('prompts', prompts, 0, vocab_size - 1)
   stop_tokens = _whole_tokens('stop_tokens', stop_tokens)
   (pad_token,) = _whole_tokens('pad_token', [pad_token])
   lengths = np.full(b, t) if lengths is None else np.asarray(lengths)
@@ -87,6 +86,10 @@ def generate(
     raise ValueError(
       f'lengths={lengths.tolist()} must be {b} numbers from 1 to t={t}'
     )
+  vocab_size = getattr(model, 'vocab_size', None)
+  if vocab_size is not None and not isinstance(prompts, jax.core.Tracer):
+    tokens = np.asarray(prompts)[np.arange(t) < lengths[:, None]]
+    checks.known_range('prompts', tokens, 0, vocab_size - 1)
   checks.positive('max_new_tokens', max_new_tokens)
   checks.real('temperature', temperature, 0, 1e6)
   if top_k is not None:

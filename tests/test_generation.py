@@ -1,6 +1,7 @@
 """Generation against a loop over full passes, and sampling against NumPy."""
 
 import dataclasses
+import functools
 from unittest import mock
 
 import chex
@@ -227,6 +228,15 @@ class ErrorsTest(parameterized.TestCase):
     prompts = options.pop('prompts')
     with self.assertRaisesRegex(ValueError, message):
       generate(model, variables, prompts, max_new_tokens=2, **options)
+
+  def test_padding_is_no_token(self):
+    """What pads a prompt may lie outside the vocabulary."""
+    model, variables, _ = make(num_heads=4)
+    f = functools.partial(
+      generate, model, variables, lengths=[1, 2], max_new_tokens=2
+    )
+    got, wanted = f([[3, -1], [4, 5]]), f([[3, 0], [4, 5]])
+    np.testing.assert_array_equal(got[0], wanted[0])
 
   def test_narrow_prompts(self):
     """Tokens that do not fit the prompts' dtype come out whole."""
