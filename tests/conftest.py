@@ -70,16 +70,16 @@ def full_compile() -> Iterator[None]:
 @pytest.fixture(scope='session', autouse=True)
 def small_blocks() -> Iterator[None]:
   """Blocks of 3 queries and 4 keys, so that small inputs have many."""
-  from mha_jax.attention import blockwise  # not before the hook above
+  from mha_jax.attention import block_pairs  # not before the hook above
 
-  whole = blockwise.block_sizes
+  whole = block_pairs.block_sizes
 
   @functools.wraps(whole)
   def sizes(t: int, s: int, group: int = 1) -> Any:
     sizes = whole(t, s, group)
-    return blockwise.BlockSizes(min(3, sizes.queries), min(4, sizes.keys))
+    return block_pairs.BlockSizes(min(3, sizes.queries), min(4, sizes.keys))
 
-  with mock.patch.object(blockwise, 'block_sizes', sizes):
+  with mock.patch.object(block_pairs, 'block_sizes', sizes):
     yield
 
 

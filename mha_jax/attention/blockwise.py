@@ -11,7 +11,7 @@ computes the scores again, block by block, from the log-sum-exp m + log l:
   p = exp(s - lse)    dv = p^T do    ds = p (do v^T - sum(do o))
   dq = ds k           dk = ds^T q
 
-Pairs that a mask rules out are not computed: `block_pairs` lists the others.
+Pairs that a mask rules out are not computed: block_pairs.py lists the others.
 Second derivatives are forward over reverse only, as Hessian-vector products.
 
 Source: Dao 2023 (FlashAttention-2), algorithms 1 and 2.
@@ -25,38 +25,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mha_jax.attention import exact, masks
+from mha_jax.attention import block_pairs, exact, masks
 from mha_jax.attention.axes import Axis, Blocks
+from mha_jax.attention.block_pairs import BlockPairs, BlockSizes
 from mha_jax.attention.dropout import Dropout
 from mha_jax.attention.dtypes import compute_dtype, wide_dtype
-from mha_jax.attention.notation import Array, Bool, Float
+from mha_jax.attention.notation import Array, Bool, Float, Parts
 from mha_jax.attention.once import once
-
-Parts = tuple[Array, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class BlockSizes:
-  """Queries and keys of a block, in tokens."""
-
-  queries: int
-  keys: int
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class BlockPairs:
-  """Which blocks of queries meet which blocks of keys, as a list.
-
-  Args:
-    queries: index of the block of queries of each pair.
-    keys: index of the block of keys.
-    count: how many of the pairs count; the rest is padding.
-  """
-
-  queries: Any  # (pairs,)
-  keys: Any  # (pairs,)
-  count: Any  # ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,8 +104,8 @@ def attend(
     q: queries, k: keys, v: values, mask, bias, scale, logit_softcap,
       query_positions, key_positions, dropout, return_residual: as in
       `exact.attend`; they are taken as `multihead_attention` has checked them.
-    sizes: of the blocks; None: as `block_sizes` has them.
-    pairs: the pairs of blocks to compute; None: as `block_pairs` has them.
+    sizes: of the blocks; None: as `block_pairs.block_sizes` has them.
+    pairs: the pairs of blocks to compute; None: those that the mask touches.
 
   Returns:
     As `exact.attend`.
@@ -144,12 +119,13 @@ def attend(
   t, s = qs[0].shape[0], v.shape[0]
   scale = exact.default_scale(qs) if scale is None else scale
   cap = None if logit_softcap is None else float(logit_softcap)
-  sizes = block_sizes(t, s) if sizes is None else sizes
+  sizes = block_pairs.block_sizes(t, s) if sizes is None else sizes
   mask = masks.as_mask(mask)
   if pairs is None:
     queries = Blocks(t, sizes.queries, query_positions)
     keys = Blocks(s, sizes.keys, key_positions)
-    pairs = as_pairs(touches(mask, queries, keys))
+    touching = block_pairs.touches(mask, queries, keys)
+    pairs = block_pairs.as_pairs(touching)
   qs, ks, v = jax.tree.map(lambda x: x.astype(dtype), (qs, ks, v))
   precision = jax.config.jax_default_matmul_precision  # type: ignore
   options = _Options(cap, sizes, dtype, precision)
@@ -160,42 +136,6 @@ def attend(
   inputs = dataclasses.replace(inputs, scale=inputs.scale + nil)
   out, residual = _attend(options, inputs, terms)
   return (out, residual) if return_residual else out
-
-
-def block_sizes(t: int, s: int, group: int = 1) -> BlockSizes:
-  """Fast sizes, see WORKSPACE.md, "Blocks and thresholds".
-
-  Args:
-    t: queries.
-    s: keys.
-    group: query heads that are computed together, over the same keys.
-  """
-  return BlockSizes(max(1, min(t, 512 // min(group, 4))), max(1, min(s, 256)))
-
-
-def fits_better_alone(t: int) -> bool:
-  """Whether heads with t queries are computed one by one, not side by side.
-
-  On a CPU the blocks of one head fit its cache; elsewhere, and for few queries,
-  more at a time is faster.
-  """
-  return t >= 128 and jax.default_backend() == 'cpu'
-
-
-def touches(
-  mask: masks.Mask | None, queries: Blocks, keys: Blocks
-) -> Bool[Array, 'query_blocks key_blocks']:
-  """Which blocks of queries may attend to which blocks of keys."""
-  allowed = jnp.ones((1, 1), bool)
-  if mask is not None:
-    allowed = mask.touches(queries, keys)
-  return jnp.broadcast_to(allowed, (queries.count, keys.count))
-
-
-def as_pairs(touching: Bool[Array, 'query_blocks key_blocks']) -> BlockPairs:
-  """The True entries as a list, by block of queries."""
-  i, j = jnp.nonzero(touching, size=touching.size, fill_value=0)
-  return BlockPairs(i, j, jnp.sum(touching))
 
 
 def _forward(
@@ -256,7 +196,7 @@ def _keep(
 def _backward(
   options: _Options, kept: Any, cotangents: tuple[Array, Array]
 ) -> tuple[_Inputs, None]:
-  """Algorithm 2: the gradients of the inputs, as precise as the outputs."""
+  """The gradients of the inputs, products as precise as the forward ones."""
   with jax.default_matmul_precision(options.precision):
     return _gradients(options, kept, cotangents), None
 
@@ -264,6 +204,7 @@ def _backward(
 def _gradients(
   options: _Options, kept: Any, cotangents: tuple[Array, Array]
 ) -> _Inputs:
+  """Algorithm 2, over the listed pairs: arrays of the inputs' shapes."""
   inputs, terms, out, residual = kept
   d_out, d_residual = cotangents
   dtype, wide = options.dtype, wide_dtype(options.dtype)

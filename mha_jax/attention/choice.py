@@ -16,10 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mha_jax.attention import masks
+from mha_jax.attention import fused, masks
 
-NAMES = ('auto', 'exact', 'blockwise', 'cudnn', 'splash')
-FUSED = ('cudnn', 'splash')
+NAMES = ('auto', 'exact', 'blockwise', *fused.KERNELS)
 
 # Measured on two CPU cores, see WORKSPACE.md, "Blocks and thresholds".
 LONG_KEYS = 1024
@@ -80,7 +79,7 @@ def choose(implementation: str, call: Call) -> str:
   long = call.s >= LONG_KEYS and (call.t > 1 or _device().platform == 'cpu')
   if not (many or long):
     return 'exact'
-  for name in (*FUSED, 'blockwise'):
+  for name in (*fused.KERNELS, 'blockwise'):
     if reason_against(name, call) is None:
       return name
   return 'exact'

@@ -16,15 +16,12 @@ from typing import Any
 import jax.numpy as jnp
 
 from mha_jax.attention import checks
-from mha_jax.attention.notation import Array
+from mha_jax.attention.notation import Array, Parts
 from mha_jax.attention.projections import Params, Table
 from mha_jax.attention.rope import Rope
 
 Heads = tuple[Array, Array | None]
 """The heads' outputs (b, h, t, v) and weights (b, h, t, s), None: not asked."""
-
-Parts = tuple[Array, ...]
-"""Arrays (b, heads, length, features), heads first."""
 
 Positions = Array | None
 """(b, length) or (1, length) integers; None: 0, 1, 2, ..."""

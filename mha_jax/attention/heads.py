@@ -16,6 +16,7 @@ Masks, biases, positions and dropout keys ride along by the same rule.
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from mha_jax.attention import (
+  block_pairs,
   blockwise,
   checks,
   choice,
@@ -35,8 +37,7 @@ from mha_jax.attention.axes import Axis, Blocks
 from mha_jax.attention.dropout import check_dropout
 from mha_jax.attention.dtypes import compute_dtype, wide_dtype
 from mha_jax.attention.each import each
-from mha_jax.attention.notation import Array, Shaped
-from mha_jax.attention.shapes import Parts
+from mha_jax.attention.notation import Array, Parts, Shaped
 
 KeysValues = tuple[Parts, Array]
 Extras = dict[str, Any]
@@ -46,8 +47,6 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
   'exact': exact.attend,
   'blockwise': blockwise.attend,
 }
-
-OF_MASKS = ('mask', 'query_positions', 'key_positions')
 
 
 def multihead_attention(
@@ -129,22 +128,18 @@ def multihead_attention(
     raise
 
 
-def implementation_of(
-  q_BHTK: Any,
-  k_BNSK: Any,
-  v_BNSV: Any,
-  *,
-  implementation: str = 'auto',
-  **options: Any,
-) -> str:
+def implementation_of(*arguments: Any, **options: Any) -> str:
   """The implementation that `multihead_attention` takes for these arguments.
 
   >>> x = jnp.zeros((1, 8, 4096, 64))
   >>> implementation_of(x, x, x, mask=masks.causal())
   'blockwise'
   """
-  call = _read(q_BHTK, k_BNSK, v_BNSV, **options)
-  return choice.choose(implementation, call.traits)
+  signature = inspect.signature(multihead_attention)
+  call = signature.bind(*arguments, **options)
+  call.apply_defaults()
+  implementation = call.arguments.pop('implementation')
+  return choice.choose(implementation, _read(**call.arguments).traits)
 
 
 def _read(
@@ -152,15 +147,15 @@ def _read(
   k_BNSK: Any,
   v_BNSV: Any,
   *,
-  mask: Any = None,
-  bias: Any = None,
-  scale: float | Array | None = None,
-  logit_softcap: float | None = None,
-  query_positions: Any = None,
-  key_positions: Any = None,
-  dropout: Any = None,
-  return_weights: bool = False,
-  return_residual: bool = False,
+  mask: Any,
+  bias: Any,
+  scale: Any,
+  logit_softcap: float | None,
+  query_positions: Any,
+  key_positions: Any,
+  dropout: Any,
+  return_weights: bool,
+  return_residual: bool,
 ) -> '_Call':
   """The arguments as arrays; a ValueError where they do not fit."""
   qs, ks, v = (
@@ -238,10 +233,12 @@ class _Call:
     asked = {name: True for name, wanted in self.asked.items() if wanted}
     one_by_one = False
     if implementation == 'blockwise':
-      one_by_one = blockwise.fits_better_alone(t)
-      options['sizes'] = sizes = blockwise.block_sizes(t, s, g)
+      one_by_one = block_pairs.fits_better_alone(t)
+      options['sizes'] = sizes = block_pairs.block_sizes(t, s, g)
       blocks = Blocks(t, sizes.queries), Blocks(s, sizes.keys)
-      extras['pairs'] = _block_pairs(extras, *blocks, by_head=one_by_one)
+      extras['pairs'] = block_pairs.of_heads(
+        extras, *blocks, by_head=one_by_one
+      )
 
     def one_head(qs: Parts, kv: KeysValues, extras: Extras) -> Any:
       attend = IMPLEMENTATIONS[implementation]
@@ -281,7 +278,7 @@ def _silence_together(per_group: Callable[..., Any]) -> Callable[..., Any]:
     kv: tuple[tuple[Shaped[Array, 's _'], ...], Shaped[Array, 's v']],
     extras: Extras,
   ) -> Any:
-    pairs = {name: extras[name] for name in (*OF_MASKS, 'bias')}
+    pairs = {name: extras[name] for name in (*block_pairs.OF_MASKS, 'bias')}
     t, s = qs[0].shape[1], kv[1].shape[0]
 
     def allowed(pair: Extras) -> Any:
@@ -298,37 +295,6 @@ def _silence_together(per_group: Callable[..., Any]) -> Callable[..., Any]:
     return per_group(qs, kv, extras | {'used': used})
 
   return silenced
-
-
-def _block_pairs(
-  extras: Extras, queries: Blocks, keys: Blocks, by_head: bool
-) -> blockwise.BlockPairs:
-  """The pairs of blocks to compute; leaves lead with (b, n, 1) or (1, 1, 1).
-
-  Args:
-    extras: what masks go by.
-    queries: the blocks of queries, keys: those of keys.
-    by_head: whether each batch row and key/value head has a list of its own. A
-      loop under `jax.vmap` has to have one for all.
-  """
-
-  def touches(extras: Extras) -> Array:
-    return blockwise.touches(
-      extras['mask'],
-      dataclasses.replace(queries, positions=extras['query_positions']),
-      dataclasses.replace(keys, positions=extras['key_positions']),
-    )
-
-  def per_head(extras: Extras) -> Array:
-    return jnp.any(each(touches, extras), axis=0, keepdims=True)
-
-  def per_row(extras: Extras) -> Array:
-    return each(per_head, extras)
-
-  touching = each(per_row, {name: extras[name] for name in OF_MASKS})
-  if not by_head:
-    touching = jnp.any(touching, axis=(0, 1), keepdims=True)
-  return jax.vmap(jax.vmap(jax.vmap(blockwise.as_pairs)))(touching)
 
 
 def _split_heads(leaf: Array, n: int, g: int) -> Array:

@@ -55,3 +55,7 @@ LOGICAL_AXES: dict[str, str] = {
   'm': 'vocab',
 }
 """Names of kernel axes for sharding rules, by letter."""
+
+Parts = tuple[Array, ...]
+"""Arrays (b, heads, length, features), or of one head (length, features): the
+parts of a query or key, whose scores add, or the entries of a cache."""

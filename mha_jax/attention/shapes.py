@@ -7,9 +7,7 @@ import jax.numpy as jnp
 
 from mha_jax.attention import exact, masks
 from mha_jax.attention.arguments import as_bias, as_positions
-from mha_jax.attention.notation import Array
-
-Parts = tuple[Array, ...]
+from mha_jax.attention.notation import Array, Parts
 
 
 def check_shapes(

@@ -23,12 +23,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from oracles import assert_close, assert_same_bits, booleans, normal
 
-from mha_jax.attention import Dropout, blockwise, exact, masks
+from mha_jax.attention import Dropout, block_pairs, blockwise, exact, masks
 from mha_jax.attention import multihead_attention as multihead
 from mha_jax.attention.axes import Axis, Blocks
 
 B, T, S, K, V = 2, 7, 11, 13, 17
-SIZES = blockwise.BlockSizes(3, 4)
+SIZES = block_pairs.BlockSizes(3, 4)
 
 
 def one_head(t: int = T, s: int = S, seed: int = 0):
@@ -50,7 +50,7 @@ def value_and_grads(attend, q, k, v, d_out, d_residual, bias, **options):
 
 
 @functools.cache
-def in_blocks(sizes: blockwise.BlockSizes):
+def in_blocks(sizes: block_pairs.BlockSizes):
   """blockwise.attend with sizes, one function for each, so that jit knows."""
   return functools.partial(blockwise.attend, sizes=sizes)
 
@@ -112,7 +112,7 @@ class ExactTest(oracles.X64TestCase):
       'key_positions': keys,
     }
     inputs = one_head(t, s)
-    sizes = blockwise.BlockSizes(rows, columns)
+    sizes = block_pairs.BlockSizes(rows, columns)
     got = value_and_grads(in_blocks(sizes), *inputs, None, **options)
     wanted = value_and_grads(exact.attend, *inputs, None, **options)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
@@ -172,10 +172,10 @@ class ExactTest(oracles.X64TestCase):
       f = jax.value_and_grad(loss, (0, 1, 2, 3))
       return jax.jit(f)(q, k, v, normal(9, 1, 2, 1, 700))
 
-    sizes = blockwise.block_sizes.__wrapped__
-    self.assertEqual(sizes(600, 700, 2), blockwise.BlockSizes(256, 256))
-    self.assertTrue(blockwise.fits_better_alone(600))
-    with mock.patch.object(blockwise, 'block_sizes', sizes):
+    sizes = block_pairs.block_sizes.__wrapped__
+    self.assertEqual(sizes(600, 700, 2), block_pairs.BlockSizes(256, 256))
+    self.assertTrue(block_pairs.fits_better_alone(600))
+    with mock.patch.object(block_pairs, 'block_sizes', sizes):
       got = grads('blockwise')
     assert_close(got, grads('exact'))
 
@@ -212,7 +212,7 @@ class ExactTest(oracles.X64TestCase):
         return jnp.sum(f(q, k, v) * cotangent)
 
       with mock.patch.object(
-        blockwise, 'fits_better_alone', return_value=alone
+        block_pairs, 'fits_better_alone', return_value=alone
       ):
         dropped = jax.jit(functools.partial(f, dropout=dropout))(q, k, v)
         return dropped, jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v)
@@ -230,7 +230,9 @@ class ExactTest(oracles.X64TestCase):
         out = multihead(q, k, v, implementation=implementation)
         return jnp.sum(jnp.sin(out))
 
-      with mock.patch.object(blockwise, 'fits_better_alone', return_value=True):
+      with mock.patch.object(
+        block_pairs, 'fits_better_alone', return_value=True
+      ):
         return jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v)
 
     assert_close(grads('blockwise'), grads('exact'))
@@ -320,7 +322,7 @@ class DropoutTest(parameterized.TestCase):
     t, s = (7, 11) if rows < 8 else (64, 70)
     q, k, v, d_out, _ = (x.astype(np.float32) for x in one_head(t, s))
     dropout = Dropout(jax.random.key(5), 0.4)
-    sizes = blockwise.BlockSizes(rows, columns)
+    sizes = block_pairs.BlockSizes(rows, columns)
 
     def grads(attend):
       def loss(q, k, v):
@@ -385,9 +387,9 @@ class PairsTest(parameterized.TestCase):
       allowed = np.asarray(mask.array(T, S))[0, 0]
     queries, keys = Blocks(T, SIZES.queries), Blocks(S, SIZES.keys)
     peeled = jax.tree.map(lambda x: x[0, 0], mask)
-    touching = np.asarray(blockwise.touches(peeled, queries, keys))
+    touching = np.asarray(block_pairs.touches(peeled, queries, keys))
     np.testing.assert_array_equal(touching, blocks_of(allowed))
-    pairs = blockwise.as_pairs(jnp.asarray(touching))
+    pairs = block_pairs.as_pairs(jnp.asarray(touching))
     found = zip(*np.nonzero(touching), strict=True)
     count = int(pairs.count)
     listed = zip(pairs.queries[:count], pairs.keys[:count], strict=True)
@@ -416,7 +418,7 @@ class PairsTest(parameterized.TestCase):
         Axis(T, jnp.asarray(at)), Axis(S, jnp.asarray(keys))
       )
       queries = Blocks(T, SIZES.queries, jnp.asarray(at))
-      touching = blockwise.touches(
+      touching = block_pairs.touches(
         peeled, queries, Blocks(S, SIZES.keys, jnp.asarray(keys))
       )
       needed = blocks_of(np.asarray(allowed))
@@ -427,7 +429,7 @@ class PairsTest(parameterized.TestCase):
     blocks = Blocks(64, 8), Blocks(64, 8)
 
     def count(mask):
-      return int(blockwise.as_pairs(blockwise.touches(mask, *blocks)).count)
+      return int(block_pairs.as_pairs(block_pairs.touches(mask, *blocks)).count)
 
     self.assertEqual(count(None), 64)
     self.assertEqual(count(masks.causal()), 36)
@@ -445,7 +447,7 @@ class PairsTest(parameterized.TestCase):
 
     x = normal(0, B, 1, 8, K)
     with (
-      mock.patch.object(blockwise, 'fits_better_alone', return_value=alone),
+      mock.patch.object(block_pairs, 'fits_better_alone', return_value=alone),
       mock.patch.dict(
         'mha_jax.attention.heads.IMPLEMENTATIONS', blockwise=attend
       ),

@@ -31,7 +31,14 @@ from oracles import (
   reduce_to,
 )
 
-from mha_jax.attention import Dropout, each, heads, masks, multihead_attention
+from mha_jax.attention import (
+  Dropout,
+  block_pairs,
+  each,
+  heads,
+  masks,
+  multihead_attention,
+)
 
 IMPLEMENTATIONS = tuple(heads.IMPLEMENTATIONS)
 WITHOUT_WEIGHTS = ('blockwise',)
@@ -670,7 +677,7 @@ class InAxesTest(parameterized.TestCase):
     """heads.py maps leading axes alone: no vmap names an out_axes."""
     calls = [
       node
-      for module in (heads, each)
+      for module in (heads, each, block_pairs)
       for node in ast.walk(ast.parse(inspect.getsource(module)))
       if isinstance(node, ast.Call)
       and ast.unparse(node.func) in ('jax.vmap', 'mapping')

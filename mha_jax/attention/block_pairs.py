@@ -1,0 +1,106 @@
+"""Which blocks of queries meet which blocks of keys, and how large they are."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mha_jax.attention import masks
+from mha_jax.attention.axes import Blocks
+from mha_jax.attention.each import each
+from mha_jax.attention.notation import Array, Bool
+
+OF_MASKS = ('mask', 'query_positions', 'key_positions')
+"""What a mask is evaluated from."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSizes:
+  """Queries and keys of a block, in tokens."""
+
+  queries: int
+  keys: int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockPairs:
+  """Which blocks of queries meet which blocks of keys, as a list.
+
+  Args:
+    queries: index of the block of queries of each pair.
+    keys: index of the block of keys.
+    count: how many of the pairs count; the rest is padding.
+  """
+
+  queries: Any  # (pairs,)
+  keys: Any  # (pairs,)
+  count: Any  # ()
+
+
+def block_sizes(t: int, s: int, group: int = 1) -> BlockSizes:
+  """Fast sizes, see WORKSPACE.md, "Blocks and thresholds".
+
+  Args:
+    t: queries.
+    s: keys.
+    group: query heads that are computed together, over the same keys.
+  """
+  return BlockSizes(max(1, min(t, 512 // min(group, 4))), max(1, min(s, 256)))
+
+
+def fits_better_alone(t: int) -> bool:
+  """Whether heads with t queries are computed one by one, not side by side.
+
+  On a CPU the blocks of one head fit its cache; elsewhere, and for few queries,
+  more at a time is faster.
+  """
+  return t >= 128 and jax.default_backend() == 'cpu'
+
+
+def touches(
+  mask: masks.Mask | None, queries: Blocks, keys: Blocks
+) -> Bool[Array, 'query_blocks key_blocks']:
+  """Which blocks of queries may attend to which blocks of keys."""
+  allowed = jnp.ones((1, 1), bool)
+  if mask is not None:
+    allowed = mask.touches(queries, keys)
+  return jnp.broadcast_to(allowed, (queries.count, keys.count))
+
+
+def as_pairs(touching: Bool[Array, 'query_blocks key_blocks']) -> BlockPairs:
+  """The True entries as a list, by block of queries."""
+  i, j = jnp.nonzero(touching, size=touching.size, fill_value=0)
+  return BlockPairs(i, j, jnp.sum(touching))
+
+
+def of_heads(
+  extras: dict[str, Any], queries: Blocks, keys: Blocks, by_head: bool
+) -> BlockPairs:
+  """The pairs of blocks to compute; leaves lead with (b, n, 1) or (1, 1, 1).
+
+  Args:
+    extras: what masks go by.
+    queries: the blocks of queries, keys: those of keys.
+    by_head: whether each batch row and key/value head has a list of its own. A
+      loop under `jax.vmap` has to have one for all.
+  """
+
+  def of_one(extras: dict[str, Any]) -> Array:
+    return touches(
+      extras['mask'],
+      dataclasses.replace(queries, positions=extras['query_positions']),
+      dataclasses.replace(keys, positions=extras['key_positions']),
+    )
+
+  def per_head(extras: dict[str, Any]) -> Array:
+    return jnp.any(each(of_one, extras), axis=0, keepdims=True)
+
+  def per_row(extras: dict[str, Any]) -> Array:
+    return each(per_head, extras)
+
+  touching = each(per_row, {name: extras[name] for name in OF_MASKS})
+  if not by_head:
+    touching = jnp.any(touching, axis=(0, 1), keepdims=True)
+  return jax.vmap(jax.vmap(jax.vmap(as_pairs)))(touching)
