@@ -33,6 +33,8 @@ from mha_jax.training.run import StopRequest, stop_on_signal
 
 SUITES = ('attention', 'module', 'train', 'decode')
 WITH_MEMORY = ('attention',)
+ROW = ('key', 'suite', 'task', 'setting', 'rows')
+"""What every line of results.jsonl has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +87,7 @@ def main(chosen: Settings) -> int:
     kept = {'suites', 'lengths', 'module_lengths', 'train_heads'}
     same = {k: v for k, v in chosen.config.to_dict().items() if k not in kept}
     record.claim(chosen.workdir, same)
-    done = {row['key']: row for row in record.read_jsonl(path, 'key', 'rows')}
+    done = {row['key']: row for row in record.read_jsonl(path, *ROW)}
     console = Console()
     for number, case in enumerate(chosen.cases, 1):
       if case.key not in done:

@@ -133,7 +133,11 @@ class _Shell(nn.Module):
       ValueError: inputs or options do not fit.
     """
     flax_arguments.refuse(inputs_kv=inputs_kv)
-    config = self.config_for(inputs_q, inputs_k, inputs_v)
+    y, z = inputs_k, inputs_v
+    if isinstance(cache, StaticCache):
+      y = self._as_stored(inputs_q, 'key_down', 'key')
+      z = self._as_stored(y, 'value')
+    config = self.config_for(inputs_q, y, z)
     out = apply(
       config,
       self._params(config),
@@ -169,10 +173,11 @@ class _Shell(nn.Module):
   ) -> StaticCache:
     """What cross-attention attends to, projected once for many calls.
 
-    `module.apply(variables, y, method='keys_values')`; the width of inputs_q
-    is taken to be that of inputs_k. See `mha_jax.attention.keys_values`.
+    `module.apply(variables, y, method='keys_values')`. See
+    `mha_jax.attention.keys_values`.
     """
-    config = self.config_for(inputs_k, inputs_k, inputs_v)
+    inputs_q = self._as_stored(inputs_k, 'query_down', 'query')
+    config = self.config_for(inputs_q, inputs_k, inputs_v)
     return keys_values(
       config,
       self._params(config),
@@ -200,6 +205,15 @@ class _Shell(nn.Module):
     return init_cache(
       self.cache_config(), batch_size, capacity, dtype, window=window
     )
+
+  def _as_stored(self, inputs: Any, *rows: str) -> Any:
+    """An array as wide as the first of these rows takes; without any, inputs.
+
+    For sizes that other inputs would tell.
+    """
+    stored = nn.meta.unbox(self.variables.get('params', {}))
+    kernels = [stored[row]['kernel'] for row in rows if row in stored]
+    return jnp.zeros((1, kernels[0].shape[0])) if kernels else inputs
 
   @nn.compact
   def _params(self, config: AttentionConfig) -> dict[str, dict[str, jax.Array]]:

@@ -254,6 +254,18 @@ class ThreeWaysTest(oracles.X64TestCase):
     assert_same_bits(after, cache)
     assert_close(out, full, 1e-5)
 
+  @parameterized.parameters(
+    (linen.GroupedQueryAttention(6, num_kv_heads=3, head_dim=4),),
+    (linen.MultiHeadLatentAttention(3, 5, q_lora_rank=7, qk_nope_head_dim=4),),
+  )
+  def test_keys_values_of_another_width(self, module):
+    """Linen's named modules know the widths from their parameters."""
+    x, y = normal(0, 2, 3, D), normal(1, 2, 5, D + 2)
+    wanted, variables = module.init_with_output(jax.random.key(0), x, y)
+    cache = module.apply(variables, y, method='keys_values')
+    got, _ = module.apply(variables, x, cache=cache)
+    assert_close(got, wanted, 1e-5)
+
   @parameterized.parameters(*NAMED)
   def test_init_cache(self, kind):
     """Modules, also unbound ones, make the caches of their configs."""

@@ -118,16 +118,26 @@ def check_valid(valid: Any, shape: tuple[int, ...]) -> Array:
   return array
 
 
-def check_inputs(config: AttentionConfig, x: Array, y: Array, z: Array) -> None:
-  """Raises a ValueError unless the inputs fit each other and the config."""
+def check_inputs(config: AttentionConfig, x: Array, *sources: Array) -> None:
+  """Raises a ValueError unless the inputs fit each other and the config.
+
+  Args:
+    config: the attention.
+    x: (..., t, d), the queries' input.
+    sources: (..., s, d') and (..., s, d''), of keys and of values; none where a
+      cache has taken their place.
+  """
   for letter, a, width in zip(
-    'qkv', (x, y, z), config.input_widths, strict=True
+    'qkv', (x, *sources), config.input_widths, strict=False
   ):
     if a.ndim < 2 or a.shape[-1] != width:
       raise ValueError(
         f'inputs_{letter} of shape {a.shape} must be (..., length, {width}): '
         f'the projections were made for {width} features'
       )
+  if not sources:
+    return
+  y, z = sources
   if y.shape[:-1] != z.shape[:-1]:
     raise ValueError(
       f'inputs_k of shape {y.shape} and inputs_v of shape {z.shape} must agree '

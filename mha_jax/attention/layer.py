@@ -140,7 +140,8 @@ def apply(
   x = jnp.asarray(inputs_q)
   y = x if inputs_k is None else jnp.asarray(inputs_k)
   z = y if inputs_v is None else jnp.asarray(inputs_v)
-  calls.check_inputs(config, x, y, z)
+  static = isinstance(cache, StaticCache)
+  calls.check_inputs(config, x, *(() if static else (y, z)))
   batch, h, t = x.shape[:-2], config.num_heads, x.shape[-2]
   s = y.shape[-2]
   if cache is not None:
