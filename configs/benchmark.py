@@ -23,7 +23,7 @@ def get_config(variants: str = '') -> ConfigDict:
   config = ConfigDict(
     {
       'name': f'benchmark-{variants}' if variants else 'benchmark',
-      'suites': 'attention,module,train,decode',
+      'suites': 'attention,module,decoder,train,decode',
       'rounds': 7,
       'memory': True,
       'lengths': '256,1024,4096',
@@ -35,6 +35,8 @@ def get_config(variants: str = '') -> ConfigDict:
       'module_lengths': '256,1024',
       'module_batch_size': 4,
       'module_d_model': 512,
+      'decoder_lengths': '4096',
+      'decoder_layers': 2,
       'train_heads': '1,4,16',
       'train_steps': 20,
       'decode_tokens': 4096,
@@ -50,5 +52,6 @@ def get_config(variants: str = '') -> ConfigDict:
     config.update({'rounds': 1, 'memory': False, 'lengths': '16'})
     config.update({'head_dim': 4, 'window': 8, 'module_lengths': '16'})
     config.update({'module_d_model': 16, 'train_heads': '2'})
+    config.update({'decoder_lengths': '16', 'decoder_layers': 1})
     config.update({'train_steps': 2, 'decode_tokens': 64, 'tiny': True})
   return config

@@ -5,7 +5,8 @@
   python -m experiments.benchmark --config=configs/benchmark.py:full
 
 Suites: attention (jax.nn, Flax, PyTorch), module (Flax Linen and NNX, PyTorch),
-train (a step of the copy task; the same model in NNX and PyTorch) and decode.
+decoder (a training step; the same decoder with Flax's attention), train (a step
+of the copy task; the same model in NNX and PyTorch) and decode.
 Contenders take turns, round after round; a table shows medians as multiples of
 the first one's, with the quartiles over rounds, and how far one run raises a
 fresh process's memory. Finished cases are kept in results.jsonl and skipped
@@ -31,8 +32,10 @@ from mha_jax.attention import checks
 from mha_jax.training import record
 from mha_jax.training.run import StopRequest, stop_on_signal
 
-SUITES = ('attention', 'module', 'train', 'decode')
-WITH_MEMORY = ('attention',)
+SUITES = ('attention', 'module', 'decoder', 'train', 'decode')
+WITH_MEMORY = ('attention', 'decoder')
+OPEN = ('suites', 'lengths', 'module_lengths', 'decoder_lengths', 'train_heads')
+"""What of the config may differ from call to call in one folder."""
 ROW = ('key', 'suite', 'task', 'setting', 'rows')
 """What every line of results.jsonl has."""
 
@@ -48,8 +51,8 @@ def parse() -> Settings:
   config = flags.FLAGS.config
   sizes = ('rounds', 'batch_size', 'num_heads', 'head_dim', 'window')
   decode = ('decode_tokens', 'decode_batch_size')
-  module = ('module_batch_size', 'module_d_model', 'train_steps')
-  for name in (*sizes, *module, *decode):
+  module = ('module_batch_size', 'module_d_model', 'decoder_layers')
+  for name in (*sizes, *module, 'train_steps', *decode):
     checks.positive(f'--config.{name}', config[name])
   checks.real('--config.max_scores_gib', config.max_scores_gib, 1e-9, 1e6)
   chosen = config.suites.split(',')
@@ -84,8 +87,7 @@ def main(chosen: Settings) -> int:
   if not HAS_TORCH:
     print("PyTorch is not installed and takes no part: pip install '.[parity]'")
   with record.exclusive(chosen.workdir), stop_on_signal() as request:
-    kept = {'suites', 'lengths', 'module_lengths', 'train_heads'}
-    same = {k: v for k, v in chosen.config.to_dict().items() if k not in kept}
+    same = {k: v for k, v in chosen.config.to_dict().items() if k not in OPEN}
     record.claim(chosen.workdir, same)
     done = {row['key']: row for row in record.read_jsonl(path, *ROW)}
     console = Console()

@@ -1,5 +1,6 @@
 """Figures of the experiments, drawn without a display."""
 
+import dataclasses
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -45,6 +46,83 @@ def sweep_heads(
       f'{title}, {seeds} seed{"s" * (seeds > 1)}: median and range', fontsize=11
     )
     figure.savefig(path, dpi=150)
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+  """The points of one curve of a study.
+
+  Args:
+    panel: the column that it is drawn in.
+    label: its name in the legend.
+    summaries: see `experiments.reports.summarise`.
+  """
+
+  panel: str
+  label: str
+  summaries: Sequence[dict[str, Any]]
+
+
+def study(
+  curves: Sequence[Curve], threshold: float, title: str, path: pathlib.Path
+) -> None:
+  """Final loss, and steps to the threshold, by head count: a column a panel.
+
+  Args:
+    curves: in order; those of a panel share its column.
+    threshold: the loss (nats) that speed is measured to.
+    title: what was trained.
+    path: the PNG to write.
+  """
+  panels = list(dict.fromkeys(curve.panel for curve in curves))
+  with mpl.rc_context(STYLE):
+    figure = Figure(figsize=(4 * len(panels), 7.4), layout='constrained')
+    axes = figure.subplots(2, len(panels), squeeze=False, sharex=True)
+    for column, panel in enumerate(panels):
+      own = [curve for curve in curves if curve.panel == panel]
+      heads = sorted({s['n_heads'] for c in own for s in c.summaries})
+      for row, name in enumerate(('final_loss', 'steps_to_threshold')):
+        for i, curve in enumerate(own):
+          _median_and_range(axes[row][column], curve, name, f'C{i}')
+        axes[row][column].set_xscale('log', base=2)
+        axes[row][column].set_xticks(heads, [str(h) for h in heads])
+        axes[row][column].minorticks_off()
+      axes[0][column].set_yscale('log')
+      budget = max(c.summaries[0]['steps'] for c in own)
+      axes[1][column].set_ylim(0, 1.05 * budget)
+      axes[1][column].axhline(budget, color='0.4', ls='--', lw=1)
+      axes[1][column].set_xlabel('n_heads')
+      _legend_above(axes[0][column], title=panel, fontsize=9)
+    axes[0][0].set_ylabel('final loss (nats per token)')
+    axes[1][0].set_ylabel(f'steps to loss < {threshold:g}')
+    seeds = curves[0].summaries[0]['seeds']
+    figure.suptitle(
+      f'{title}, {seeds} seed{"s" * (seeds > 1)}: median and range; no mark: '
+      'most seeds never get there in the steps given (dashed)',
+      fontsize=11,
+    )
+    figure.savefig(path, dpi=150)
+
+
+def _median_and_range(axes: Axes, curve: Curve, name: str, color: str) -> None:
+  """A line of medians in the band of the range; infinity is not drawn."""
+  heads = np.asarray([s['n_heads'] for s in curve.summaries])
+  median, low, high = (
+    np.asarray([s[f'{name}_{part}'] for s in curve.summaries])
+    for part in ('median', 'min', 'max')
+  )
+  known = np.isfinite(median)
+  top = np.where(np.isfinite(high), high, median)
+  axes.errorbar(
+    heads[known],
+    median[known],
+    yerr=(median[known] - low[known], top[known] - median[known]),
+    marker='o',
+    ms=5,
+    capsize=3,
+    color=color,
+    label=curve.label,
+  )
 
 
 def _loss_curves(
@@ -150,6 +228,78 @@ def kv_cache(
     left.invert_yaxis()
     figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=150)
+
+
+def mla_rank(
+  lines: Sequence[dict[str, Any]], title: str, path: pathlib.Path
+) -> None:
+  """Loss against cache, both relative to MHA.
+
+  Args:
+    lines: see `experiments.mla_rank.summarise`.
+    title: the setting.
+    path: the PNG to write.
+  """
+  rotary = list(dict.fromkeys(line['rotary'] for line in lines))
+  with mpl.rc_context(STYLE):
+    figure = Figure(figsize=(5.2 * len(rotary), 4.8), layout='constrained')
+    panels = figure.subplots(1, len(rotary), squeeze=False, sharey=True)[0]
+    for axes, p in zip(panels, rotary, strict=True):
+      own = [line for line in lines if line['rotary'] == p]
+      latent = [line for line in own if line['rank'] is not None]
+      others = [line for line in own if line['rank'] is None]
+      _difference(axes, latent, 'MLA', 'o-')
+      for i, line in enumerate(others, 1):
+        _difference(axes, [line], line['variant'], 's', f'C{i}')
+      for line in latent:
+        axes.annotate(
+          f'r={line["rank"]}',
+          (line['cache_share'], line['difference_max']),
+          xytext=(0, 5),
+          textcoords='offset points',
+          ha='center',
+          fontsize=9,
+        )
+      axes.axvline(1 / 8, color='0.4', ls='--', lw=1, zorder=0)
+      axes.axhline(0, color='0.4', lw=1, zorder=0)
+      axes.set_xscale('log', base=2)
+      axes.xaxis.set_major_formatter(
+        lambda x, _: f'1/{1 / x:g}' if x < 1 else f'{x:g}'
+      )
+      positions = f'RoPE, p = {p}' if p else 'learned positions, p = 0'
+      axes.set_title(positions, fontsize=11)
+      axes.set_xlabel("cached elements a token, share of MHA's")
+      axes.legend(
+        loc='upper center', bbox_to_anchor=(0.5, -0.16), ncols=3, fontsize=9
+      )
+    panels[0].set_ylabel("validation loss minus MHA's (bits per token)")
+    seeds = lines[0]['seeds']
+    figure.suptitle(
+      f'{title}, {seeds} seed{"s" * (seeds > 1)}: median and range', fontsize=11
+    )
+    figure.savefig(path, dpi=150)
+
+
+def _difference(
+  axes: Axes,
+  lines: Sequence[dict[str, Any]],
+  label: str,
+  style: str,
+  color: str = 'C0',
+) -> None:
+  median, low, high = (
+    np.asarray([line[f'difference_{part}'] for line in lines])
+    for part in ('median', 'min', 'max')
+  )
+  axes.errorbar(
+    [line['cache_share'] for line in lines],
+    median,
+    yerr=(median - low, high - median),
+    fmt=style,
+    capsize=3,
+    label=label,
+    color=color,
+  )
 
 
 def benchmark(cases: Sequence[dict[str, Any]], path: pathlib.Path) -> None:

@@ -29,9 +29,10 @@ def summarise(row: dict[str, Any], threshold: float) -> Summary:
     'head_dim': row['head_dim'],
     'params': row['params'],
     'seeds': len(row['seeds']),
-    **_spread('final_loss', row['final_loss']),
-    **_spread('final_accuracy', row['final_accuracy']),
-    **_spread('steps_to_threshold', steps),
+    'steps': len(row['loss'][0]),
+    **spread('final_loss', row['final_loss']),
+    **spread('final_accuracy', row['final_accuracy']),
+    **spread('steps_to_threshold', steps),
     'steps_per_s': row['steps_per_s'],
   }
 
@@ -42,7 +43,7 @@ def steps_to(losses: Sequence[float], threshold: float) -> float:
   return float(below[0] + 1) if below.size else math.inf
 
 
-def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
+def spread(name: str, values: Sequence[float]) -> dict[str, float]:
   """Median, least and greatest; of an even number the upper median.
 
   The upper one, since the mean of a number and infinity says nothing.
@@ -79,9 +80,9 @@ def table(
       str(s['n_heads']),
       str(s['head_dim']),
       f'{s["params"]:,}',
-      _range(s, 'final_loss', '.4f', '\n'),
-      _range(s, 'final_accuracy', '.2f', '\n'),
-      _range(s, 'steps_to_threshold', '.0f', '\n'),
+      median_range(s, 'final_loss', '.4f', '\n'),
+      median_range(s, 'final_accuracy', '.2f', '\n'),
+      median_range(s, 'steps_to_threshold', '.0f', '\n'),
       '-' if speed is None else f'{speed:.1f}',
     )
   for row in failed:
@@ -154,17 +155,18 @@ def _examples(summaries: Sequence[Summary], name: str, form: str) -> str:
   """The number at the fewest heads, at the best head count and at the most."""
   chosen = (summaries[0], _best(summaries, name), summaries[-1])
   texts = [
-    f'{_range(s, name, form)} with {s["n_heads"]} '
+    f'{median_range(s, name, form)} with {s["n_heads"]} '
     f'head{"" if s["n_heads"] == 1 else "s"}'
     for s in chosen
   ]
   return ', '.join(dict.fromkeys(texts))
 
 
-def _range(summary: Summary, name: str, form: str, gap: str = ' ') -> str:
-  """Median (least-greatest)."""
+def median_range(summary: Summary, name: str, form: str, gap: str = ' ') -> str:
+  """Median (least-greatest), of signed numbers (least to greatest)."""
   median, low, high = (
     'never' if math.isinf(x) else format(x, form)
     for x in (summary[f'{name}_{part}'] for part in ('median', 'min', 'max'))
   )
-  return median if low == high else f'{median}{gap}({low}-{high})'
+  to = ' to ' if form.startswith('+') else '-'
+  return median if low == high else f'{median}{gap}({low}{to}{high})'

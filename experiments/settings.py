@@ -1,12 +1,13 @@
 """From a ConfigDict, as flags leave it, to frozen dataclasses."""
 
+import json
 import pathlib
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from mha_jax.decoder import DecoderConfig
-from mha_jax.tasks import CopyTask
+from mha_jax.tasks import TASKS, Task
 from mha_jax.training.train import Experiment, OptimizerConfig, TrainConfig
 
 SECTIONS = ('name', 'task', 'model', 'optimizer', 'train')
@@ -37,7 +38,7 @@ def experiment_from(config: ConfigDict) -> Experiment:
     ValueError: a value does not fit; the message names the section.
   """
   check_sections(config)
-  task = _build('task', CopyTask, config.task)
+  task = _task_from(config.task)
   sizes = {'vocab_size': task.vocab_size, 'max_len': task.max_len}
   return Experiment(
     model=_build('model', DecoderConfig, config.model, sizes),
@@ -45,6 +46,39 @@ def experiment_from(config: ConfigDict) -> Experiment:
     optimizer=_build('optimizer', OptimizerConfig, config.optimizer),
     train=_build('train', TrainConfig, config.train),
   )
+
+
+def _task_from(config: ConfigDict) -> Task:
+  """The task of the kind that the config names."""
+  options = config.to_dict()
+  kind = options.pop('kind', 'copy')
+  if kind not in TASKS:
+    raise ValueError(f'--config.task.kind={kind!r} must be in {tuple(TASKS)}')
+  task: Task = _build('task', TASKS[kind], ConfigDict(options))
+  return task
+
+
+def recorded_experiment(workdir: pathlib.Path) -> Experiment:
+  """The experiment that a run's folder records.
+
+  Raises:
+    ValueError: the folder holds no run, or one that cannot be read.
+  """
+  path = workdir / 'config.json'
+  try:
+    saved = json.loads(path.read_text())
+  except OSError as error:
+    raise ValueError(
+      f'{workdir} holds no config.json; name the folder of a run, as '
+      'experiments.train leaves it'
+    ) from error
+  except ValueError as error:
+    raise ValueError(f'{path} is no JSON ({error})') from error
+  config = ConfigDict({'name': workdir.name} | saved)
+  check_sections(config)
+  sizes = ('vocab_size', 'max_len')  # the task's
+  config.model = {k: x for k, x in config.model.items() if k not in sizes}
+  return experiment_from(config)
 
 
 def workdir_from(flag: str | None, name: str) -> pathlib.Path:

@@ -3,11 +3,15 @@
   python -m experiments.sweep_heads
   python -m experiments.sweep_heads --n_heads=1,2,4,8,16 --seeds=3
   python -m experiments.sweep_heads --config=configs/copy_task.py:tiny
+  python -m experiments.sweep_heads --study --seeds=5                 (an hour)
 
 The width d_model stays fixed, so h heads have d_model / h features each and
-the parameters stay the same. All seeds of a head count train at once, mapped
-by `jax.vmap` in one compiled program. Prints a table and writes results.jsonl,
-results.csv and sweep_heads.png into the workdir.
+the parameters stay the same; with --config.model.head_dim=16 heads keep their
+size and parameters grow, and with --equal_params MLPs fill up what smaller
+models lack. --study takes all of these, several lengths, answers that need two
+sources, and variable lengths with one layer and with two. Prints
+a table and a sentence a curve and writes results.jsonl, results.csv and
+sweep_heads.png into the workdir.
 
 A head count with its seeds is a point. A finished point is not trained again;
 a failed one is recorded, does not end the sweep, and is tried again next time.
@@ -15,24 +19,24 @@ Ctrl-C and SIGTERM stop; the same command goes on with what is missing.
 """
 
 import dataclasses
-import functools
-import hashlib
-import json
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 from rich.console import Console
 
 from experiments import command_line, figures, reports, settings
+from experiments.points import (
+  Point,
+  Row,
+  equal_params,
+  seeds_from,
+  train_points,
+)
 from mha_jax.attention import checks
 from mha_jax.training import record, train
-from mha_jax.training.progress import ProgressBar
-from mha_jax.training.run import StopRequest, stop_on_signal
 
 N_HEADS = flags.DEFINE_list(
   'n_heads', ['1', '2', '4', '8', '16'], 'head counts, divisors of d_model'
@@ -47,29 +51,32 @@ SEEDS = flags.DEFINE_integer(
 THRESHOLD = flags.DEFINE_float(
   'threshold', 0.05, 'the loss (nats) that speed is measured to'
 )
-
-
-ROW = ('key', 'n_heads', 'head_dim', 'seeds', 'status')
-"""What every line of results.jsonl has."""
+EQUAL_PARAMS = flags.DEFINE_bool(
+  'equal_params', False, 'widen MLPs until all have as many parameters'
+)
+STUDY = flags.DEFINE_bool(
+  'study', False, 'exercise 1 in full, around a plain copy task'
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class Point:
-  """One head count with all its seeds."""
+class Sweep:
+  """One curve over head counts.
 
-  experiment: train.Experiment
-  seeds: tuple[int, ...]
+  Args:
+    panel: the setting that it is drawn in.
+    label: what tells it from the other curves there; '' where it is alone.
+    points: a point for each head count.
+  """
 
-  @property
-  def key(self) -> str:
-    """A hash of the point's config and seeds."""
-    text = json.dumps(record.as_json(self), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+  panel: str
+  label: str
+  points: tuple[Point, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  points: tuple[Point, ...]
+  sweeps: tuple[Sweep, ...]
   threshold: float
   title: str
   workdir: pathlib.Path
@@ -82,27 +89,43 @@ def parse() -> Settings:
     raise ValueError(
       '--config.model.num_heads is what the sweep varies; use --n_heads'
     )
-  heads = command_line.positive_ints('n_heads', N_HEADS.value)
   checks.real('--threshold', THRESHOLD.value, 1e-6, 1e3)
-  heads = sorted(set(heads))
-  first_seed = _experiment(config, heads[0]).train.seed
-  if first_seed + SEEDS.value > 2**32:
-    raise ValueError(
-      f'--seeds={SEEDS.value} from --config.train.seed={first_seed} on '
-      'must stay below 2^32'
-    )
-  seeds = tuple(range(first_seed, first_seed + SEEDS.value))
-  points = tuple(Point(_experiment(config, h), seeds) for h in heads)
-  name = f'sweep_heads-{config.name}'
-  workdir = settings.workdir_from(flags.FLAGS.workdir, name)
   model = config.model
   title = f'{config.name}, {model.attention}, d_model = {model.d_model}'
-  return Settings(points, THRESHOLD.value, title, workdir)
+  if STUDY.value:
+    sweeps = study(config)
+  else:
+    sweeps = (make_sweep(title, '', config, EQUAL_PARAMS.value),)
+  kind = 'study' if STUDY.value else 'sweep_heads'
+  workdir = settings.workdir_from(flags.FLAGS.workdir, f'{kind}-{config.name}')
+  return Settings(sweeps, THRESHOLD.value, title, workdir)
+
+
+def make_sweep(
+  panel: str,
+  label: str,
+  config: ConfigDict,
+  equal: bool = False,
+  changes: Mapping[str, Any] | None = None,
+) -> Sweep:
+  """The points of a config, with changes to its fields, at every head count."""
+  config = config.copy_and_resolve_references()
+  config.update_from_flattened_dict(dict(changes or {}))
+  heads = command_line.positive_ints('n_heads', N_HEADS.value)
+  experiments = [_experiment(config, h) for h in sorted(set(heads))]
+  if equal:
+    experiments = equal_params(experiments)
+  seeds = seeds_from(experiments[0].train.seed, SEEDS.value)
+  points = []
+  for x in experiments:
+    h, size = x.model.num_heads, x.model.attention_config.qk_head_dim
+    labels = {'n_heads': h, 'head_dim': size}
+    points.append(Point(x, seeds, f'{label} {h:>2} heads', labels))
+  return Sweep(panel, label, tuple(points))
 
 
 def _experiment(config: ConfigDict, num_heads: int) -> train.Experiment:
   """The experiment with a number of heads; an error names the flag."""
-  config = config.copy_and_resolve_references()
   config.model.num_heads = num_heads
   try:
     return settings.experiment_from(config)
@@ -110,138 +133,98 @@ def _experiment(config: ConfigDict, num_heads: int) -> train.Experiment:
     raise ValueError(f'--n_heads={num_heads}: {error}') from error
 
 
+def study(config: ConfigDict) -> tuple[Sweep, ...]:
+  """Exercise 1 in full, around a config of the copy task.
+
+  Fixed lengths, from half to four times the config's; the controls of one
+  length; answers that need two sources, with the controls; variable lengths,
+  with one layer and with two, for three times as long.
+  """
+  plain = ('min_length', 'pairs')
+  if 'num_symbols' not in config.task or any(config.task[x] for x in plain):
+    raise ValueError('--study wants a plain copy task: configs/copy_task.py')
+  length = config.task.length
+  two = {'task.pairs': True, 'task.num_symbols': config.task.num_symbols // 4}
+  ragged = {'task.min_length': max(1, length // 4)}
+  ragged |= {'train.steps': 3 * config.train.steps}
+  lengths = (length // 2, length, 2 * length, 4 * length)
+  return (
+    *(
+      make_sweep('one source', f'L = {x}', config, changes={'task.length': x})
+      for x in lengths
+    ),
+    *controls(f'one source, L = {length}', config, {}),
+    *controls(f'two sources, L = {length}', config, two),
+    *(
+      make_sweep(
+        f'variable length, {length // 4} to {length}',
+        f'{x} layer{"s" * (x > 1)}',
+        config,
+        changes=ragged | {'model.num_layers': x},
+      )
+      for x in (1, 2)
+    ),
+  )
+
+
+def controls(
+  panel: str, config: ConfigDict, changes: Mapping[str, Any]
+) -> tuple[Sweep, ...]:
+  """What is due to the number of heads, and what to their size.
+
+  At a fixed d_model more heads are smaller heads; at a fixed head_dim of
+  d_model / 4 parameters grow with their number, unless an MLP makes them equal.
+  """
+  size = config.model.d_model // 4
+  fixed = {**changes, 'model.head_dim': size}
+  return (
+    make_sweep(panel, 'head_dim = d_model / n_heads', config, changes=changes),
+    make_sweep(panel, f'head_dim = {size}', config, changes=fixed),
+    make_sweep(panel, f'head_dim = {size}, MLP fills up', config, True, fixed),
+  )
+
+
 def main(chosen: Settings) -> int:
-  path = chosen.workdir / 'results.jsonl'
-  with record.exclusive(chosen.workdir), stop_on_signal() as request:
-    record.write_json(chosen.workdir / 'env.json', record.environment())
-    done = {row['key']: row for row in record.read_jsonl(path, *ROW)}
-    for point in chosen.points:
-      if done.get(point.key, {}).get('status') == 'finished':
-        continue
-      row = measure(point, request)
-      if row is not None:
-        done[point.key] = row
-        text = ''.join(json.dumps(x) + '\n' for x in done.values())
-        record.write_text(path, text)
-      if request.signal is not None:
-        print(
-          f'{request.signal.name}: stopped; finished head counts are kept in '
-          f'{path}, and the same command goes on'
-        )
-        return command_line.exit_code(request.signal)
-  rows = [done[point.key] for point in chosen.points]
+  points = [point for sweep in chosen.sweeps for point in sweep.points]
+  rows, stopped_by = train_points(points, chosen.workdir)
+  if stopped_by is not None:
+    return command_line.exit_code(stopped_by)
   report(rows, chosen)
   return 0 if all(row['status'] == 'finished' for row in rows) else 1
 
 
-def measure(point: Point, request: StopRequest) -> dict[str, Any] | None:
-  """Trains a point; a failure comes back as a row that says so.
-
-  None where a stop was requested before the end.
-  """
-  head = {
-    'key': point.key,
-    'n_heads': point.experiment.model.num_heads,
-    'head_dim': point.experiment.model.attention_config.qk_head_dim,
-    'seeds': list(point.seeds),
-    'config': record.as_json(point.experiment),
-  }
-  try:
-    numbers = train_seeds(point, request)
-  except Exception as error:  # whatever it is, the other points go on
-    first = str(error).strip().splitlines()[:1]
-    text = f'{type(error).__name__}: {"".join(first)}'
-    return head | {'status': 'failed', 'error': text}
-  if numbers is None:
-    return None
-  return head | {'status': 'finished'} | numbers
-
-
-def train_seeds(point: Point, request: StopRequest) -> dict[str, Any] | None:
-  """Trains all seeds in one program; numbers lead with the seed.
-
-  Returns:
-    params (count), steps_per_s (all seeds together take such a step),
-    final_loss and final_accuracy (seeds,) on the evaluation batches, loss and
-    accuracy (seeds, steps) of the training batches. None where a stop was
-    requested before the last step.
-
-  Raises:
-    FloatingPointError: a loss is not finite.
-  """
-  experiment, config = point.experiment, point.experiment.train
-  keys = jax.vmap(jax.random.key)(jnp.asarray(point.seeds))
-  init = functools.partial(train.init, experiment)
-  state = jax.jit(jax.vmap(init))(keys)
-  history: list[Any] = []
-  step = 0
-  with ProgressBar(
-    f'{experiment.model.num_heads:>2} heads', config.steps
-  ) as bar:
-    while step < config.steps:
-      num_steps = min(config.steps_per_dispatch, config.steps - step)
-      state, metrics = _advance(experiment, num_steps, keys, state)
-      history.append(jax.device_get(metrics))
-      step += num_steps
-      latest = {name: history[-1][name] for name in ('loss', 'accuracy')}
-      if not np.all(np.isfinite(latest['loss'])):
-        raise FloatingPointError(f'the loss is not finite before step {step}')
-      bar.update(step, {k: float(np.median(x)) for k, x in latest.items()})
-      if request.signal is not None and step < config.steps:
-        return None
-  evaluate = functools.partial(train.evaluate, experiment)
-  final = jax.jit(jax.vmap(evaluate))(keys, state.params)
-  if not np.all(np.isfinite(final['eval_loss'])):
-    raise FloatingPointError('the loss is not finite at the end')
-  curves = {
-    name: np.concatenate([chunk[name] for chunk in history], axis=1)
-    for name in ('loss', 'accuracy')
-  }
-  sizes = [leaf.size for leaf in jax.tree.leaves(state.params)]
-  return {
-    'params': sum(sizes) // len(point.seeds),
-    'steps_per_s': bar.steps_per_second,
-    'final_loss': _plain(final['eval_loss']),
-    'final_accuracy': _plain(final['eval_accuracy']),
-    'loss': _plain(curves['loss']),
-    'accuracy': _plain(curves['accuracy']),
-  }
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
-def _advance(
-  experiment: train.Experiment,
-  num_steps: int,
-  keys: jax.Array,
-  state: train.TrainState,
-) -> tuple[train.TrainState, train.Metrics]:
-  """`train.advance` of every seed."""
-  advance = functools.partial(train.advance, experiment, num_steps)
-  return jax.vmap(advance)(keys, state)
-
-
-def _plain(array: Any) -> Any:
-  """Nested lists with 6 significant digits."""
-  return np.vectorize(lambda x: float(f'{x:.6g}'))(np.asarray(array)).tolist()
-
-
-def report(rows: list[dict[str, Any]], chosen: Settings) -> None:
-  """Prints the table and the sentence; writes CSV and figure."""
-  finished = [row for row in rows if row['status'] == 'finished']
-  summaries = [reports.summarise(row, chosen.threshold) for row in finished]
+def report(rows: list[Row], chosen: Settings) -> None:
+  """Prints a table and a sentence a sweep; writes CSV and figure."""
   console = Console()
-  failed = [row for row in rows if row['status'] == 'failed']
-  console.print(reports.table(summaries, failed, chosen.threshold))
-  for row in failed:
-    print(f'n_heads={row["n_heads"]} failed: {row["error"]}')
+  curves = []
+  left = iter(rows)
+  for sweep in chosen.sweeps:
+    own = [next(left) for _ in sweep.points]
+    finished = [row for row in own if row['status'] == 'finished']
+    failed = [row for row in own if row['status'] == 'failed']
+    summaries = [reports.summarise(row, chosen.threshold) for row in finished]
+    if sweep.label:
+      console.print(f'{sweep.panel}, {sweep.label}', highlight=False)
+    console.print(reports.table(summaries, failed, chosen.threshold))
+    for row in failed:
+      print(f'n_heads={row["n_heads"]} failed: {row["error"]}')
+    if finished:
+      print(reports.verdict(summaries, chosen.threshold))
+      curves.append(figures.Curve(sweep.panel, sweep.label, summaries))
+  finished = [row for row in rows if row['status'] == 'finished']
   if not finished:
     return
-  record.write_csv(chosen.workdir / 'results.csv', summaries)
+  table = [
+    {'panel': x.panel, 'curve': x.label} | line if STUDY.value else line
+    for x in curves
+    for line in x.summaries
+  ]
+  record.write_csv(chosen.workdir / 'results.csv', table)
   figure = chosen.workdir / 'sweep_heads.png'
-  figures.sweep_heads(
-    finished, summaries, chosen.threshold, chosen.title, figure
-  )
-  print(reports.verdict(summaries, chosen.threshold))
+  if STUDY.value:
+    figures.study(curves, chosen.threshold, chosen.title, figure)
+  else:
+    figures.sweep_heads(finished, table, chosen.threshold, chosen.title, figure)
   print(f'recorded in {chosen.workdir}, figure {figure}')
 
 

@@ -5,10 +5,13 @@
   x = x + mlp(norm(x))             the MLP only where mlp_dim > 0
   logits = norm(x) W_out
 
-A model of one layer without an MLP is a normal setting.
+A model of one layer without an MLP is a normal setting. Layers may differ in
+their numbers of heads, as pruning leaves them.
 """
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -50,6 +53,8 @@ ATTENTION_FIELDS = (
   'logit_softcap',
 )
 """What of a decoder's config goes into its attention's."""
+BY_LAYER = ('num_heads', 'num_kv_heads')
+"""What may be a tuple of one integer a layer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +67,9 @@ class DecoderConfig:
     d_model: width of the residual stream.
     num_layers: number of blocks.
     attention: a name in `mha_jax.attention.variants.VARIANTS`.
-    num_heads: query heads.
-    num_kv_heads: key/value heads, for 'gqa' and 'gta'.
+    num_heads: query heads; a tuple: those of each layer, at least 1, which
+      needs head_dim, for 'mla' qk_nope_head_dim. Equal ones become one number.
+    num_kv_heads: key/value heads, for 'gqa' and 'gta'; a tuple likewise.
     head_dim: features of a head, but for 'mla'; None: d_model / num_heads.
     v_head_dim: features of a value head; None: as those of a key.
     kv_lora_rank: features of the latent, for 'mla' like those that follow.
@@ -89,8 +95,8 @@ class DecoderConfig:
   d_model: int = 64
   num_layers: int = 1
   attention: str = 'mha'
-  num_heads: int = 4
-  num_kv_heads: int | None = None
+  num_heads: int | tuple[int, ...] = 4
+  num_kv_heads: int | tuple[int, ...] | None = None
   head_dim: int | None = None
   v_head_dim: int | None = None
   kv_lora_rank: int | None = None
@@ -107,8 +113,15 @@ class DecoderConfig:
   dtype: str = 'float32'
 
   def __post_init__(self) -> None:
-    for name in ('vocab_size', 'max_len', 'd_model', 'num_layers', 'num_heads'):
+    for name in ('vocab_size', 'max_len', 'd_model', 'num_layers'):
       checks.positive(name, getattr(self, name))
+    for name in BY_LAYER:
+      value = getattr(self, name)
+      if isinstance(value, list | tuple):
+        value = _by_layer(name, value, self.num_layers)
+        object.__setattr__(self, name, value)
+      elif name == 'num_heads':
+        checks.positive(name, value)
     if self.mlp_dim != 0:
       checks.positive('mlp_dim', self.mlp_dim)
     if self.positions not in POSITIONS:
@@ -125,23 +138,57 @@ class DecoderConfig:
         f"qk_rope_head_dim={self.qk_rope_head_dim} needs positions='rope', "
         f'got {self.positions!r}'
       )
-    self.attention_config  # noqa: B018  checks the sizes
+    size = self.head_dim_field
+    if isinstance(self.num_heads, tuple) and getattr(self, size) is None:
+      raise ValueError(
+        f'{size}=None with num_heads={self.num_heads}: layers of different '
+        f'numbers of heads do not share d_model={self.d_model} out; give {size}'
+      )
+    self.attention_configs  # noqa: B018  checks the sizes
 
   @property
   def rope(self) -> Rope | None:
     return Rope(self.rope_theta) if self.positions == 'rope' else None
 
   @property
+  def head_dim_field(self) -> str:
+    """The field that tells a head's features."""
+    return 'qk_nope_head_dim' if self.attention == 'mla' else 'head_dim'
+
+  @functools.cached_property
+  def attention_configs(self) -> tuple[AttentionConfig, ...]:
+    """The shape of each block's attention."""
+
+    def of_layer(layer: int) -> AttentionConfig:
+      options = {name: getattr(self, name) for name in ATTENTION_FIELDS}
+      for name in BY_LAYER:
+        if isinstance(options[name], tuple):
+          options[name] = options[name][layer]
+      return variants.build(self.attention, **options)
+
+    return tuple(map(of_layer, range(self.num_layers)))
+
+  @property
   def attention_config(self) -> AttentionConfig:
-    """The shape of one block's attention."""
-    options = {name: getattr(self, name) for name in ATTENTION_FIELDS}
-    return variants.build(self.attention, **options)
+    """The shape of every block's attention.
+
+    Raises:
+      ValueError: layers have different numbers of heads.
+    """
+    for name in BY_LAYER:
+      if isinstance(getattr(self, name), tuple):
+        raise ValueError(
+          f'{name}={getattr(self, name)} differs by layer; use '
+          'attention_configs, one a layer'
+        )
+    return self.attention_configs[0]
 
 
 class Block(nn.Module):
   """Pre-norm attention and, where mlp_dim > 0, a pre-norm MLP."""
 
   config: DecoderConfig
+  layer: int = 0
 
   @nn.compact
   def __call__(
@@ -157,7 +204,7 @@ class Block(nn.Module):
   ) -> tuple[jax.Array, Cache | None]:
     config = self.config
     attention = mha.Attention(
-      config.attention_config,
+      config.attention_configs[self.layer],
       dropout_rate=config.dropout_rate,
       dtype=config.dtype,
       name='attention',
@@ -216,7 +263,8 @@ class DecoderLM(nn.Module):
         causal mask.
       deterministic: whether dropout is off; on, it draws from 'dropout'.
       input_positions: (b, t) or (t,) integers; None: 0 .. t-1.
-      head_gates: (num_layers, h) factors of each head's output.
+      head_gates: (num_layers, h) factors of each head's output; where layers
+        differ in h, a sequence of (h,) arrays.
       sow_weights: whether the attention weights go to 'intermediates'.
       cache: a cache for each layer, from `init_cache`; tokens continue it.
       valid: (b, t) with a cache, False for padding; None: all are tokens.
@@ -271,7 +319,7 @@ class DecoderLM(nn.Module):
     allowed = masks.all_of(masks.causal(), masks.from_numbers(mask))
     after = []
     for layer in range(config.num_layers):
-      x, kept = Block(config, name=f'block_{layer}')(
+      x, kept = Block(config, layer, name=f'block_{layer}')(
         x,
         allowed,
         deterministic,
@@ -326,14 +374,27 @@ class DecoderLM(nn.Module):
       )
     return tuple(
       init_cache(
-        config.attention_config,
+        attention,
         batch_size,
         capacity,
         dtype or config.dtype,
         window=window,
       )
-      for _ in range(config.num_layers)
+      for attention in config.attention_configs
     )
+
+
+def _by_layer(name: str, values: Any, num_layers: int) -> int | tuple[int, ...]:
+  """One integer for every layer: a tuple, or a number where all are equal."""
+  if len(values) != num_layers:
+    raise ValueError(
+      f'{name}={values!r} must be an integer, or one integer for each of '
+      f'num_layers={num_layers}'
+    )
+  for layer, value in enumerate(values):
+    checks.positive(f'{name}[{layer}]', value)
+  numbers = tuple(int(value) for value in values)
+  return numbers if len(set(numbers)) > 1 else numbers[0]
 
 
 def _check_layers(config: DecoderConfig, cache: Any, batch: int) -> None:
@@ -343,23 +404,26 @@ def _check_layers(config: DecoderConfig, cache: Any, batch: int) -> None:
       f'cache must be a tuple of num_layers={config.num_layers} caches, as '
       f'init_cache makes it; got {type(cache).__name__}'
     )
-  for layer in cache:
-    check_cache(config.attention_config, layer, batch)
+  for attention, layer in zip(config.attention_configs, cache, strict=True):
+    check_cache(attention, layer, batch)
 
 
 def _gates_by_layer(
   config: DecoderConfig, head_gates: Any
-) -> list[jax.Array | None]:
+) -> Sequence[jax.Array | None]:
   """The gates (h,) of each layer; None: none."""
   if head_gates is None:
     return [None] * config.num_layers
-  gates = jnp.asarray(head_gates)
-  wanted = (config.num_layers, config.num_heads)
-  if gates.shape != wanted:
+  several = isinstance(head_gates, list | tuple) or jnp.ndim(head_gates) > 0
+  gates = [jnp.asarray(x) for x in head_gates] if several else []
+  shapes = [x.shape for x in gates]
+  wanted = [(x.num_heads,) for x in config.attention_configs]
+  if shapes != wanted:
     raise ValueError(
-      f'head_gates of shape {gates.shape} must be (num_layers, h) = {wanted}'
+      f'head_gates of shapes {shapes} by layer must be (h,) for each of '
+      f'num_layers={config.num_layers}: {wanted}'
     )
-  return list(gates)
+  return gates
 
 
 def _check_range(name: str, values: jax.Array, bound: str, size: int) -> None:

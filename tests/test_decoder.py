@@ -127,6 +127,11 @@ class OracleTest(parameterized.TestCase):
       'theta_softcap',
       make(positions='rope', rope_theta=9.0, logit_softcap=2.0),
     ),
+    ('heads_by_layer', make(num_heads=(2, 3), head_dim=5)),
+    (
+      'gqa_by_layer',
+      make(attention='gqa', num_heads=[6, 2], num_kv_heads=[3, 1], head_dim=5),
+    ),
     ('mla_learned', make(attention='mla', kv_lora_rank=7)),
     (
       'mla_rope',
@@ -310,6 +315,94 @@ class HeadGatesTest(parameterized.TestCase):
     """A shape other than (num_layers, h) is refused, not cut or stretched."""
     with self.assertRaisesRegex(ValueError, 'head_gates'):
       apply(CONFIG, init(CONFIG), head_gates=np.ones(shape))
+
+
+class LayersTest(parameterized.TestCase):
+  """Layers with different numbers of heads."""
+
+  @parameterized.parameters(
+    ([3, 3], None, 3, None),
+    ((2, 3), 5, (2, 3), None),
+    ([np.int64(2), 3], 5, (2, 3), None),
+    (6, 5, 6, (3, 2)),
+  )
+  def test_fields(self, num_heads, head_dim, wanted, num_kv_heads):
+    """Lists become tuples of plain integers, or one where all are equal."""
+    kind = 'mha' if num_kv_heads is None else 'gqa'
+    config = make(
+      attention=kind,
+      num_heads=num_heads,
+      num_kv_heads=num_kv_heads and list(num_kv_heads),
+      head_dim=head_dim,
+    )
+    self.assertEqual(config.num_heads, wanted)
+    self.assertEqual(config.num_kv_heads, num_kv_heads)
+    self.assertEqual(hash(config), hash(dataclasses.replace(config)))
+    if isinstance(wanted, tuple):
+      self.assertIs(type(config.num_heads[0]), int)
+    got = [x.num_heads for x in config.attention_configs]
+    self.assertEqual(got, np.broadcast_to(wanted, 2).tolist())
+
+  def test_one_config(self):
+    """There is one as long as layers are equal."""
+    self.assertEqual(CONFIG.attention_configs, (CONFIG.attention_config,) * 2)
+    config = make(num_heads=(2, 3), head_dim=5)
+    with self.assertRaisesRegex(ValueError, r'\(2, 3\) differs by layer; use'):
+      config.attention_config  # noqa: B018
+    config = make(attention='gqa', num_heads=6, num_kv_heads=(2, 3))
+    with self.assertRaisesRegex(ValueError, r'num_kv_heads=\(2, 3\) differs'):
+      config.attention_config  # noqa: B018
+
+  def test_gates(self):
+    """A sequence of (h,) arrays."""
+    config = make(num_heads=(2, 3), head_dim=5)
+    params = init(config)
+    gated = apply(config, params, head_gates=[np.array([1, 0]), [0.5, 1, 1]])
+    first, second = (params[f'block_{i}']['attention']['out'] for i in (0, 1))
+    first['kernel'] = first['kernel'].at[1].set(0)
+    second['kernel'] = second['kernel'].at[0].multiply(0.5)
+    oracles.assert_close(gated, apply(config, params), 1e-6)
+    for gates in ([[1, 1, 1], [1, 1]], [[1, 1]], np.ones((2, 3)), 1.0):
+      with self.assertRaisesRegex(
+        ValueError, r'head_gates of shapes .* \[\(2,\), \(3,\)\]'
+      ):
+        apply(config, params, head_gates=gates)
+
+  def test_cache(self):
+    """A cache of each layer's own heads, and no other, gives the full pass."""
+    config = make(num_heads=(2, 3), head_dim=5)
+    model, params, tokens = DecoderLM(config), init(config), draw_tokens()
+    cache = model.init_cache(B, T)
+    self.assertEqual([x.entries[0].shape[1] for x in cache], [2, 3])
+    step, after, got = jax.jit(model.apply), cache, []
+    for token in np.split(tokens, T, axis=1):
+      logits, after = step({'params': params}, token, cache=after)
+      got.append(logits)
+    wanted = apply(config, params)
+    oracles.assert_close(np.concatenate(got, axis=1), wanted, 1e-5)
+    with self.assertRaisesRegex(ValueError, 'cache has entries'):
+      model.apply({'params': params}, tokens, cache=cache[::-1])
+
+  @parameterized.parameters(
+    ({'num_heads': (2, 3)}, r'head_dim=None .*\(2, 3\).*d_model=12.*head_dim'),
+    (
+      {'attention': 'mla', 'kv_lora_rank': 3, 'num_heads': (2, 3)},
+      'qk_nope_head_dim=None .*give qk_nope_head_dim',
+    ),
+    ({'num_heads': (1, 2, 3)}, r'num_heads=\(1, 2, 3\) .* of num_layers=2'),
+    ({'num_heads': ()}, r'num_heads=\(\) must be'),
+    ({'num_heads': (2, 0)}, r'num_heads\[1\]=0 must be a positive integer'),
+    ({'num_heads': (2, 1.5)}, r'num_heads\[1\]=1.5 must be a positive'),
+    ({'num_kv_heads': (3, 2)}, "num_kv_heads=2 must be 3 or None in 'mha'"),
+    (
+      {'attention': 'gqa', 'num_kv_heads': (3, 2)},
+      'num_kv_heads=2 must divide num_heads=3',
+    ),
+  )
+  def test_errors(self, options, message):
+    """What does not fit a layer is refused when the config is made."""
+    with self.assertRaisesRegex(ValueError, message):
+      make(**options)
 
 
 class MaskTest(parameterized.TestCase):

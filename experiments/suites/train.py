@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 
 from experiments import command_line
 from experiments.suites.case import HAS_TORCH, Case, Run, torch_tensors
+from experiments.suites.decoder import NnxDecoder
 from mha_jax.decoder import DecoderConfig
 from mha_jax.tasks import CopyTask
 from mha_jax.training import train
@@ -63,35 +64,14 @@ def _ours(experiment: train.Experiment, steps: int) -> Run:
   return run
 
 
-class _FlaxModel(nnx.Module):
-  """DecoderLM of one layer, from Flax's own modules."""
-
-  def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-    d = config.d_model
-    self.embed = nnx.Embed(config.vocab_size, d, rngs=rngs)
-    self.positions = nnx.Embed(config.max_len, d, rngs=rngs)
-    self.attention_norm = nnx.RMSNorm(d, rngs=rngs)
-    self.attention = nnx.MultiHeadAttention(
-      config.num_heads, d, use_bias=False, decode=False, rngs=rngs
-    )
-    self.norm = nnx.RMSNorm(d, rngs=rngs)
-    self.output = nnx.Linear(d, config.vocab_size, use_bias=False, rngs=rngs)
-
-  def __call__(self, tokens: jax.Array) -> jax.Array:
-    x = self.embed(tokens) + self.positions(jnp.arange(tokens.shape[1]))[None]
-    mask = nnx.make_causal_mask(tokens)
-    x = x + self.attention(self.attention_norm(x), mask=mask)
-    return self.output(self.norm(x))
-
-
 def _flax(experiment: train.Experiment, steps: int) -> Run:
   batch = _batch(experiment)
-  model = _FlaxModel(experiment.model, nnx.Rngs(0))
+  model = NnxDecoder(experiment.model, nnx.Rngs(0))
   optimizer = nnx.Optimizer(
     model, train.make_optimizer(experiment), wrt=nnx.Param
   )
 
-  def loss_of(model: _FlaxModel, batch: Any) -> jax.Array:
+  def loss_of(model: NnxDecoder, batch: Any) -> jax.Array:
     losses = optax.softmax_cross_entropy_with_integer_labels(
       model(batch.inputs), batch.targets
     )
@@ -99,7 +79,7 @@ def _flax(experiment: train.Experiment, steps: int) -> Run:
 
   @nnx.jit(donate_argnums=(0, 1))
   def step(
-    model: _FlaxModel, optimizer: nnx.Optimizer, batch: Any
+    model: NnxDecoder, optimizer: nnx.Optimizer, batch: Any
   ) -> jax.Array:
     loss, grads = nnx.value_and_grad(loss_of)(model, batch)
     optimizer.update(model, grads)

@@ -46,6 +46,7 @@ class CopyTask:
   num_symbols: int = 32
   min_length: int | None = None
   pairs: bool = False
+  kind: str = dataclasses.field(default='copy', init=False)
 
   def __post_init__(self) -> None:
     shortest = self.length if self.min_length is None else self.min_length
@@ -80,6 +81,10 @@ class CopyTask:
   @property
   def max_len(self) -> int:
     return self.length + self.max_answer
+
+  @property
+  def validation(self) -> 'CopyTask':
+    return self
 
   def sample(self, key: jax.Array, batch_size: int) -> Batch:
     """Draws batch_size examples; a pure function of the key."""

@@ -27,5 +27,13 @@ class Task(Protocol):
   def max_len(self) -> int:
     """The length t of a batch's inputs."""
 
+  @property
+  def kind(self) -> str:
+    """Its name in `TASKS`."""
+
+  @property
+  def validation(self) -> 'Task':
+    """The task to evaluate on; itself, where batches never end."""
+
   def sample(self, key: jax.Array, batch_size: int) -> Batch:
     """Draws a batch; the same key gives the same batch."""

@@ -208,11 +208,12 @@ def advance(
 
 
 def evaluate(experiment: Experiment, key: jax.Array, params: Any) -> Metrics:
-  """Loss and accuracy on the run's fixed evaluation batches."""
+  """Loss and accuracy on the run's fixed validation batches."""
+  task = experiment.task.validation
 
   def one(index: jax.Array) -> Metrics:
     batch_key = jax.random.fold_in(_stream(key, 'eval'), index)
-    batch = experiment.task.sample(batch_key, experiment.train.batch_size)
+    batch = task.sample(batch_key, experiment.train.batch_size)
     return loss_and_accuracy(experiment, params, batch)[1]
 
   metrics = jax.lax.map(one, jnp.arange(experiment.train.eval_batches))

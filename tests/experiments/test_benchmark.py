@@ -4,13 +4,19 @@ import json
 import pathlib
 import tempfile
 import time
+from typing import Any
 
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
 import scripts
 from absl.testing import parameterized
+from flax import nnx
 
 from configs import benchmark as configs
 from experiments import benchmark, figures, timing
-from experiments.suites import case
+from experiments.suites import case, decoder
+from mha_jax.decoder import DecoderConfig, DecoderLM
 
 
 class BenchmarkTest(parameterized.TestCase):
@@ -46,6 +52,24 @@ class BenchmarkTest(parameterized.TestCase):
     again = self.call('--config.suites=decode', '--config.memory=true')
     self.assertEqual(again.code, 0, again)
     self.assertEqual(self.rows(), first)
+
+  def test_decoders_are_the_same(self):
+    """The peers' decoders have the parameters of ours, with and without MLP."""
+    tokens = jnp.zeros((1, 7), jnp.int32)
+    for f in (0, 11):
+      model = DecoderConfig(13, 7, 6, num_layers=2, num_heads=3, mlp_dim=f)
+      peers = [decoder.NnxDecoder(model, nnx.Rngs(0))]
+      sizes = [self.sizes(nnx.state(peers[0], nnx.Param))]
+      for linen in (
+        DecoderLM(model),
+        decoder.LinenDecoder(model, nn.dot_product_attention),
+      ):
+        sizes.append(self.sizes(linen.init(jax.random.key(0), tokens)))
+      self.assertEqual(sizes[0], sizes[1])
+      self.assertEqual(sizes[2], sizes[1])
+
+  def sizes(self, params: Any) -> list[int]:
+    return sorted(x.size for x in jax.tree.leaves(params))
 
   def test_attention(self):
     """Every task; no figure over one length."""

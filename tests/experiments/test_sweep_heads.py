@@ -16,7 +16,7 @@ import scripts
 from absl.testing import parameterized
 
 from configs import copy_task
-from experiments import sweep_heads
+from experiments import points, sweep_heads
 from experiments.settings import experiment_from
 from mha_jax.training import train
 
@@ -30,7 +30,7 @@ OVERRIDES = (
   '--config.train.steps_per_dispatch=5',
 )
 FILES = {'.lock', 'env.json', 'results.jsonl', 'results.csv', 'sweep_heads.png'}
-train_seeds = sweep_heads.train_seeds
+train_seeds = points.train_seeds
 
 
 def call(workdir: pathlib.Path, *more: str) -> scripts.Result:
@@ -41,7 +41,7 @@ def call(workdir: pathlib.Path, *more: str) -> scripts.Result:
 
 def training(stub):
   """Replaces the training of a point by stub(point, request)."""
-  return mock.patch.object(sweep_heads, 'train_seeds', stub)
+  return mock.patch.object(points, 'train_seeds', stub)
 
 
 def counted(trained: list[int]):
@@ -298,7 +298,7 @@ class GoingOnTest(SweepTestCase):
     def stop(point, request):
       os.kill(os.getpid(), signal.SIGTERM)
       with mock.patch.object(
-        sweep_heads, '_advance', side_effect=sweep_heads._advance
+        points, '_advance', side_effect=points._advance
       ) as advance:
         row = train_seeds(point, request)
       dispatches.append(advance.call_count)
@@ -342,7 +342,7 @@ class GoingOnTest(SweepTestCase):
     metrics = {'loss': losses, 'accuracy': np.zeros((2, 5))}
     with (
       mock.patch.object(train, 'init', return_value=jnp.zeros(())),
-      mock.patch.object(sweep_heads, '_advance', return_value=(None, metrics)),
+      mock.patch.object(points, '_advance', return_value=(None, metrics)),
     ):
       result = call(workdir, '--n_heads=2')
     self.assertEqual(result.code, 1)
@@ -370,7 +370,7 @@ class DispatchTest(SweepTestCase):
     with (
       mock.patch.object(train, 'init', return_value=state),
       mock.patch.object(train, 'evaluate', return_value=final),
-      mock.patch.object(sweep_heads, '_advance', advance),
+      mock.patch.object(points, '_advance', advance),
     ):
       workdir = self.folder / 'uneven'
       result = call(workdir, '--n_heads=2', '--config.train.steps=12')

@@ -1,0 +1,40 @@
+"""Exercise 3: a small LM for MLA's ranks, on text or on the copy task.
+
+  python -m experiments.mla_rank                                    (3 min)
+  python -m experiments.mla_rank --config=configs/mla_rank.py:copy  (2 min)
+  python -m experiments.mla_rank --config=configs/mla_rank.py:full  (20 min)
+
+Two layers, d_model = 64, 8 heads of 8, MLPs of 256. The text is bytes of plays
+(extra `text`; --config.task.path=FILE for another). Variants, joined by commas:
+
+  full  longer windows, seven times as many steps
+  copy  copying 32 symbols of 32 instead of text
+  tiny  seconds long
+"""
+
+from ml_collections import ConfigDict
+
+from configs import base, copy_task, text
+
+VARIANTS = ('tiny', 'copy', 'full')
+
+
+def get_config(variants: str = '') -> ConfigDict:
+  """The config of the variants named, joined by commas."""
+  chosen = base.variants(variants, VARIANTS)
+  if 'full' in chosen and 'tiny' in chosen:
+    raise ValueError(f'config variants {chosen}: full or tiny, not both')
+  on_text = 'copy' not in chosen and 'tiny' not in chosen
+  config = text.get_config() if on_text else copy_task.get_config()
+  config.name = '-'.join(['text' if on_text else 'copy', *chosen])
+  config.model.update({'num_layers': 2, 'num_heads': 8, 'mlp_dim': 256})
+  if on_text and 'full' in chosen:
+    config.train.update({'steps': 2000, 'steps_per_dispatch': 100})
+  elif on_text:
+    config.task.length = 64
+    config.train.update({'steps': 300, 'batch_size': 16})
+  if 'tiny' in chosen:
+    base.make_tiny(config)
+    config.model.update({'num_heads': 2, 'mlp_dim': 8})
+    config.task.update({'length': 4, 'num_symbols': 4})
+  return config

@@ -1,0 +1,243 @@
+"""Exercise 3: which latent rank keeps quality, and what cache does it need?
+
+  python -m experiments.mla_rank
+  python -m experiments.mla_rank --config=configs/mla_rank.py:copy
+  python -m experiments.mla_rank --config=configs/mla_rank.py:full \
+    --ranks=2,4,8,12,16,32,64 --rotary=0,4
+
+Trains the same decoder with MHA, GQA, MQA and MLA of several ranks r and holds
+validation loss (bits per token) against cached elements a token. --rotary lists
+sizes p of the decoupled rotary key; p = 0 means learned positions and no
+rotary part, any other RoPE. Beside them stands MHA with one head and with
+heads of fewer features, at MQA's cache. With --equal_params MLPs are widened
+until all have as many parameters. Prints a table and the answer; writes
+results.jsonl, results.csv and mla_rank.png into the workdir. Finished points
+are kept.
+"""
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from absl import flags
+from ml_collections import ConfigDict
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from experiments import command_line, figures, reports, settings
+from experiments.points import (
+  Point,
+  Row,
+  equal_params,
+  seeds_from,
+  train_points,
+)
+from mha_jax.training import record
+
+RANKS = flags.DEFINE_list('ranks', ['4', '12', '64'], 'latent ranks r of MLA')
+ROTARY = flags.DEFINE_list(
+  'rotary', ['0'], 'rotary features p; 0: learned positions instead'
+)
+SEEDS = flags.DEFINE_integer(
+  'seeds', 3, 'seeds a model, from train.seed on', lower_bound=1
+)
+EQUAL_PARAMS = flags.DEFINE_bool(
+  'equal_params', False, 'widen MLPs until all have as many parameters'
+)
+
+WITHIN = (1.0, 0.1, 0.02)
+"""Differences to MHA, in bits per token, that the answer asks for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  points: tuple[Point, ...]
+  title: str
+  workdir: pathlib.Path
+
+
+def parse() -> Settings:
+  config = flags.FLAGS.config
+  settings.check_sections(config)
+  varied = ('attention', 'num_kv_heads', 'kv_lora_rank', 'positions')
+  for name in (*varied, 'qk_rope_head_dim', 'qk_nope_head_dim'):
+    if f'config.model.{name}' in flags.FLAGS:
+      raise ValueError(
+        f'--config.model.{name} is what the experiment varies; use --ranks and '
+        '--rotary'
+      )
+  ranks = sorted(set(command_line.positive_ints('ranks', RANKS.value)))
+  sizes = [int(x) if x.isdigit() else -1 for x in ROTARY.value]
+  if not sizes or any(p < 0 or p % 2 for p in sizes):
+    raise ValueError(
+      f'--rotary={",".join(ROTARY.value)} must be even numbers from 0 on, with '
+      'commas between'
+    )
+  models = [x for p in sorted(set(sizes)) for x in _models(config, p, ranks)]
+  experiments = [_experiment(config, changes) for _, _, changes in models]
+  if EQUAL_PARAMS.value:
+    experiments = equal_params(experiments)
+  seeds = seeds_from(experiments[0].train.seed, SEEDS.value)
+  points = []
+  for x, (name, family, changes) in zip(experiments, models, strict=True):
+    cache = x.model.attention_config.cache_elements * x.model.num_layers
+    labels = {'variant': name, 'rotary': family, 'cache_elements': cache}
+    labels['rank'] = changes.get('kv_lora_rank')
+    points.append(Point(x, seeds, f'{name:>16} p={family}', labels))
+  name = f'mla_rank-{config.name}' + '-equal' * EQUAL_PARAMS.value
+  workdir = settings.workdir_from(flags.FLAGS.workdir, name)
+  model = experiments[0].model
+  title = (
+    f'{config.name}, {model.num_layers} layers, d_model = {model.d_model}, '
+    f'{model.num_heads} heads' + ', equal parameters' * EQUAL_PARAMS.value
+  )
+  return Settings(tuple(points), title, workdir)
+
+
+def _models(
+  config: ConfigDict, p: int, ranks: Sequence[int]
+) -> list[tuple[str, int, dict[str, Any]]]:
+  """(name, p, changes of the model's config) of each model; MHA is first."""
+  h, d = config.model.num_heads, config.model.d_model
+  k = config.model.head_dim or d // h
+  positions = {'positions': 'rope' if p else 'learned'}
+  narrow = max(2 if p else 1, k // h)  # RoPE turns pairs
+  same_cache = k // narrow
+  named: list[tuple[str, dict[str, Any]]] = [('MHA', {'attention': 'mha'})]
+  named += [
+    (f'GQA n={n}', {'attention': 'gqa', 'num_kv_heads': n})
+    for n in (h // 2, h // 4)
+    if n > 1
+  ]
+  if h > 1:
+    named.append(('MQA', {'attention': 'mqa'}))
+    one = {'attention': 'mha', 'num_heads': 1, 'head_dim': k}
+    few = {'attention': 'mha', 'num_heads': same_cache, 'head_dim': narrow}
+    named.append(('MHA, 1 head', one))
+    if same_cache > 1:
+      named.append((f'MHA, heads of {narrow}', few))
+  for r in ranks:
+    mla = {'attention': 'mla', 'kv_lora_rank': r, 'head_dim': None}
+    mla |= {'qk_nope_head_dim': k, 'v_head_dim': config.model.v_head_dim or k}
+    named.append((f'MLA r={r}', mla | {'qk_rope_head_dim': p}))
+  return [(name, p, positions | changes) for name, changes in named]
+
+
+def _experiment(config: ConfigDict, changes: dict[str, Any]) -> Any:
+  config = config.copy_and_resolve_references()
+  config.model.update(changes)
+  return settings.experiment_from(config)
+
+
+def main(chosen: Settings) -> int:
+  rows, stopped_by = train_points(chosen.points, chosen.workdir)
+  if stopped_by is not None:
+    return command_line.exit_code(stopped_by)
+  for row in rows:
+    if row['status'] == 'failed':
+      print(f'{row["variant"]}, p={row["rotary"]} failed: {row["error"]}')
+  lines = summarise(rows)
+  if lines:
+    report(lines, chosen)
+  return 0 if all(row['status'] == 'finished' for row in rows) else 1
+
+
+def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
+  """A line for each finished model, held against the MHA of its rotary size.
+
+  A difference is taken seed by seed, since seeds share batches; medians and
+  ranges over seeds follow.
+  """
+  finished = [row for row in rows if row['status'] == 'finished']
+  first = {x['rotary']: x for x in finished if x['variant'] == 'MHA'}
+  lines = []
+  for row in finished:
+    mha = first.get(row['rotary'])
+    if mha is None:
+      continue
+    bits, reference = (
+      np.asarray(x['final_loss']) / math.log(2) for x in (row, mha)
+    )
+    names = ('variant', 'rotary', 'rank', 'params', 'cache_elements')
+    line = {name: row[name] for name in names} | {'seeds': len(row['seeds'])}
+    line['cache_share'] = row['cache_elements'] / mha['cache_elements']
+    line |= reports.spread('bits', bits.tolist())
+    line['perplexity'] = 2 ** line['bits_median']
+    line |= reports.spread('difference', (bits - reference).tolist())
+    lines.append(line)
+  return lines
+
+
+def report(lines: list[dict[str, Any]], chosen: Settings) -> None:
+  """Prints the table and the answer; writes CSV and figure."""
+  for p in dict.fromkeys(line['rotary'] for line in lines):
+    own = [line for line in lines if line['rotary'] == p]
+    Console().print(_table(own))
+    print(answer(own))
+  record.write_csv(chosen.workdir / 'results.csv', lines)
+  figure = chosen.workdir / 'mla_rank.png'
+  figures.mla_rank(lines, chosen.title, figure)
+  print(f'recorded in {chosen.workdir}, figure {figure}')
+
+
+def answer(lines: Sequence[dict[str, Any]]) -> str:
+  """Exercise 3 in words, for the models of one rotary size."""
+  p, mha = lines[0]['rotary'], lines[0]
+  parts = [f'p = {p}:']
+  latent = [line for line in lines if line['rank'] is not None]
+  small = [line for line in latent if line['cache_share'] < 1 / 8]
+  bound = mha['cache_elements'] * latent[0]['rank'] if latent else 0
+  if latent:
+    per_feature = latent[0]['cache_elements'] / (latent[0]['rank'] + p)
+    bound = mha['cache_elements'] / per_feature / 8
+    parts.append(f"MLA's cache is below 1/8 of MHA's for r + p < {bound:g};")
+  if small:
+    best = max(small, key=lambda line: line['rank'])
+    held = best['difference_median'] <= 1
+    parts.append(
+      f'at r = {best["rank"]} it is {best["cache_share"]:.3g} of it, and the '
+      f'loss {reports.median_range(best, "difference", "+.3f")} bits from '
+      f"MHA's, which is {'within' if held else 'not within'} 1 bit."
+    )
+  else:
+    parts.append('no rank that was trained lies there.')
+  for bits in WITHIN:
+    near = [x for x in latent if x['difference_median'] <= bits]
+    rank = f'r = {min(x["rank"] for x in near)}' if near else 'no rank'
+    parts.append(f'Smallest within {bits:g} bits: {rank}.')
+  return ' '.join(parts)
+
+
+def _table(lines: Sequence[dict[str, Any]]) -> Table:
+  p = lines[0]['rotary']
+  title = f'RoPE, p = {p}' if p else 'learned positions, p = 0'
+  caption = (
+    'cached elements a token; bits per token and perplexity (ppl) on '
+    'validation batches: medians, and the range over seeds'
+  )
+  table = Table(
+    title=title, box=box.SIMPLE, padding=(0, 1, 0, 0), caption=caption
+  )
+  columns = ('variant', 'params', 'cache', 'of MHA', 'bits', 'ppl')
+  for name in (*columns, 'minus MHA'):
+    side = 'left' if name == 'variant' else 'right'
+    table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
+  for x in lines:
+    table.add_row(
+      x['variant'],
+      f'{x["params"]:,}',
+      str(x['cache_elements']),
+      f'{x["cache_share"]:.2g}',
+      f'{x["bits_median"]:.3f}',
+      f'{x["perplexity"]:.2f}',
+      reports.median_range(x, 'difference', '+.3f', '\n'),
+    )
+  return table
+
+
+if __name__ == '__main__':
+  command_line.run(parse, main, default_config='configs/mla_rank.py')

@@ -1,0 +1,216 @@
+"""Points: one model with several seeds each, trained once and recorded.
+
+All seeds of a point train at once, mapped by `jax.vmap` in one compiled
+program. A finished point is a line of results.jsonl and is not trained again; a
+failed one is recorded, does not end the experiment, and is tried again next
+time. A point that a signal stopped leaves nothing.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import pathlib
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mha_jax.training import record, train
+from mha_jax.training.progress import ProgressBar
+from mha_jax.training.run import StopRequest, stop_on_signal
+
+ROW = ('key', 'seeds', 'status')
+"""What every line of results.jsonl has."""
+
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+  """One model with all its seeds.
+
+  Args:
+    experiment: the seed in it is not used.
+    seeds: of parameters, batches and dropout.
+    name: shown while it trains.
+    labels: what tells it apart in tables, kept in its row; it may not name
+      what the row holds.
+  """
+
+  experiment: train.Experiment
+  seeds: tuple[int, ...]
+  name: str
+  labels: dict[str, Any] = dataclasses.field(hash=False)
+
+  @property
+  def key(self) -> str:
+    """A hash of all that the numbers depend on."""
+    experiment = record.as_json(self.experiment)
+    text = json.dumps(
+      {'experiment': experiment, 'seeds': list(self.seeds)}, sort_keys=True
+    )
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def seeds_from(first: int, count: int) -> tuple[int, ...]:
+  """count seeds from the first on; a ValueError where they pass 2^32."""
+  if first + count > 2**32:
+    raise ValueError(
+      f'--seeds={count} from --config.train.seed={first} on must stay below '
+      '2^32'
+    )
+  return tuple(range(first, first + count))
+
+
+def train_points(
+  points: Sequence[Point], workdir: pathlib.Path
+) -> tuple[list[Row], signal.Signals | None]:
+  """The rows of all points, from results.jsonl or by training.
+
+  Returns:
+    The rows in order of the points; and the signal that stopped it early, in
+    which case the rows are those finished so far. A row has the point's labels,
+    its key, seeds, config and status; 'finished' ones what `train_seeds`
+    returns, 'failed' ones the error.
+  """
+  path = workdir / 'results.jsonl'
+  with record.exclusive(workdir), stop_on_signal() as request:
+    record.write_json(workdir / 'env.json', record.environment())
+    done = {row['key']: row for row in record.read_jsonl(path, *ROW)}
+    for point in points:
+      kept = done.get(point.key)
+      if kept is None or kept['status'] != 'finished':
+        row = measure(point, request)
+        if row is not None:
+          done[point.key] = row
+          text = ''.join(json.dumps(x) + '\n' for x in done.values())
+          record.write_text(path, text)
+      if request.signal is not None:
+        print(
+          f'{request.signal.name}: stopped; finished points are kept in '
+          f'{path}, and the same command goes on'
+        )
+        break
+  rows = [done[x.key] | x.labels for x in points if x.key in done]
+  return rows, request.signal
+
+
+def measure(point: Point, request: StopRequest) -> Row | None:
+  """Trains a point; a failure comes back as a row that says so.
+
+  None where a stop was requested before the end.
+  """
+  head = {'key': point.key, **point.labels, 'seeds': list(point.seeds)}
+  head['config'] = record.as_json(point.experiment)
+  try:
+    numbers = train_seeds(point, request)
+  except Exception as error:  # whatever it is, the other points go on
+    first = str(error).strip().splitlines()[:1]
+    text = f'{type(error).__name__}: {"".join(first)}'
+    return head | {'status': 'failed', 'error': text}
+  if numbers is None:
+    return None
+  return head | {'status': 'finished'} | numbers
+
+
+def train_seeds(point: Point, request: StopRequest) -> Row | None:
+  """Trains all seeds in one program; numbers lead with the seed.
+
+  Returns:
+    params (count), steps_per_s (all seeds together take such a step),
+    final_loss and final_accuracy (seeds,) on the validation batches, loss and
+    accuracy (seeds, steps) of the training batches. None where a stop was
+    requested before the last step.
+
+  Raises:
+    FloatingPointError: a loss is not finite.
+  """
+  experiment, config = point.experiment, point.experiment.train
+  keys = jax.vmap(jax.random.key)(jnp.asarray(point.seeds))
+  init = functools.partial(train.init, experiment)
+  state = jax.jit(jax.vmap(init))(keys)
+  history: list[Any] = []
+  step = 0
+  with ProgressBar(point.name, config.steps) as bar:
+    while step < config.steps:
+      num_steps = min(config.steps_per_dispatch, config.steps - step)
+      state, metrics = _advance(experiment, num_steps, keys, state)
+      history.append(jax.device_get(metrics))
+      step += num_steps
+      latest = {name: history[-1][name] for name in ('loss', 'accuracy')}
+      if not np.all(np.isfinite(latest['loss'])):
+        raise FloatingPointError(f'the loss is not finite before step {step}')
+      bar.update(step, {k: float(np.median(x)) for k, x in latest.items()})
+      if request.signal is not None and step < config.steps:
+        return None
+  evaluate = functools.partial(train.evaluate, experiment)
+  final = jax.jit(jax.vmap(evaluate))(keys, state.params)
+  if not np.all(np.isfinite(final['eval_loss'])):
+    raise FloatingPointError('the loss is not finite at the end')
+  curves = {
+    name: np.concatenate([chunk[name] for chunk in history], axis=1)
+    for name in ('loss', 'accuracy')
+  }
+  sizes = [leaf.size for leaf in jax.tree.leaves(state.params)]
+  return {
+    'params': sum(sizes) // len(point.seeds),
+    'steps_per_s': bar.steps_per_second,
+    'final_loss': _plain(final['eval_loss']),
+    'final_accuracy': _plain(final['eval_accuracy']),
+    'loss': _plain(curves['loss']),
+    'accuracy': _plain(curves['accuracy']),
+  }
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def _advance(
+  experiment: train.Experiment,
+  num_steps: int,
+  keys: jax.Array,
+  state: train.TrainState,
+) -> tuple[train.TrainState, train.Metrics]:
+  """`train.advance` of every seed."""
+  advance = functools.partial(train.advance, experiment, num_steps)
+  return jax.vmap(advance)(keys, state)
+
+
+def _plain(array: Any) -> Any:
+  """Nested lists with 6 significant digits."""
+  return np.vectorize(lambda x: float(f'{x:.6g}'))(np.asarray(array)).tolist()
+
+
+def num_params(experiment: train.Experiment) -> int:
+  """Parameters of the model, without making them."""
+  init = functools.partial(train.init, experiment)
+  state = jax.eval_shape(init, jax.random.key(0))
+  return sum(leaf.size for leaf in jax.tree.leaves(state.params))
+
+
+def with_mlp(experiment: train.Experiment, mlp_dim: int) -> train.Experiment:
+  """The experiment with an MLP of this hidden width."""
+  model = dataclasses.replace(experiment.model, mlp_dim=mlp_dim)
+  return dataclasses.replace(experiment, model=model)
+
+
+def equal_params(
+  experiments: Sequence[train.Experiment],
+) -> list[train.Experiment]:
+  """The same with MLPs widened, so that all have as many parameters.
+
+  The greatest model keeps its MLP, or gets one of a single unit; the others
+  come as near to its size as whole hidden units allow (Shazeer 2019, table 3,
+  widens the feed-forward layers likewise).
+  """
+  least = [with_mlp(x, max(x.model.mlp_dim, 1)) for x in experiments]
+  sizes = [num_params(x) for x in least]
+  result = []
+  for experiment, size in zip(least, sizes, strict=True):
+    width = experiment.model.mlp_dim
+    unit = num_params(with_mlp(experiment, width + 1)) - size
+    more = round((max(sizes) - size) / unit)
+    result.append(with_mlp(experiment, width + more))
+  return result

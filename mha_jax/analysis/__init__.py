@@ -1,0 +1,1 @@
+"""What trained heads do, and what they cost."""

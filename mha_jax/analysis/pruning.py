@@ -1,0 +1,425 @@
+"""Which heads matter, and the smaller decoder without those that do not.
+
+  scores = head_importance(config, params, batch)         one gradient for all
+  losses, loss = ablation_losses(config, params, batch)   a forward pass a head
+  order = order_by(scores)                                the least first
+  curve = removal_curve(config, params, batch, order)
+  keep[tuple(order[:5].T)] = False                        ones before
+  config, params = prune_heads(config, params, keep)
+
+All but the last go by head gates, in decoders whose layers have equally many
+heads; the last slices the kernels, so that what is gone costs nothing.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import mha_jax.linen as mha
+from mha_jax.attention import AttentionConfig, Projection, apply, checks, masks
+from mha_jax.attention.dtypes import wide_dtype
+from mha_jax.attention.projections import Row, check_params
+from mha_jax.decoder import DecoderConfig, DecoderLM
+from mha_jax.tasks import Batch
+
+KINDS = ('zero', 'mean')
+
+
+def loss_with_gates(
+  config: DecoderConfig,
+  params: Any,
+  batch: Batch,
+  gates: Any,
+  means: Sequence[jax.Array] | None = None,
+) -> jax.Array:
+  """The loss of a decoder under head gates.
+
+    attention = sum_i gate_i c_i + (1 - gate_i) mean_i,    c_i = o_i W_o,i
+
+  Args:
+    config: the decoder.
+    params: of `DecoderLM`.
+    batch: what to predict.
+    gates: (num_layers, h) factors of each head's output; where layers differ
+      in h, a sequence of (h,) arrays.
+    means: of each layer (h, d), from `head_means`; None: zeros.
+
+  Returns:
+    The mean cross-entropy over the targets that count, in nats.
+
+  Raises:
+    ValueError: the gates' shapes do not fit the config.
+  """
+
+  def add_means(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    out = call(*args, **kwargs)
+    of_layer = isinstance(context.module, mha.Attention)
+    if means is None or not of_layer or context.method_name != '__call__':
+      return out
+    layer = int(context.module.path[0].removeprefix('block_'))
+    closed = 1 - jnp.asarray(gates[layer])
+    return out + (closed @ means[layer]).astype(out.dtype)[None, None]
+
+  with nn.intercept_methods(add_means):
+    logits: Any = DecoderLM(config).apply(
+      {'params': params}, batch.inputs, head_gates=gates
+    )
+  losses = optax.softmax_cross_entropy_with_integer_labels(
+    logits, batch.targets
+  )
+  return jnp.sum(losses * batch.weights) / jnp.sum(batch.weights)
+
+
+def head_means(
+  config: DecoderConfig, params: Any, batch: Batch
+) -> tuple[jax.Array, ...]:
+  """What each head adds to the residual, on average over a batch's positions.
+
+    mean_i = mean over examples and positions of o_i W_o,i
+
+  Args:
+    config: the decoder.
+    params: of `DecoderLM`.
+    batch: all of its positions count, also those whose targets do not.
+
+  Returns:
+    (h, d) of each layer.
+  """
+  _, state = DecoderLM(config).apply(
+    {'params': params},
+    batch.inputs,
+    mutable=['intermediates'],
+    capture_intermediates=lambda module, _: module.name == 'attention_norm',
+  )
+  means = []
+  for layer, attention in enumerate(config.attention_configs):
+    name = f'block_{layer}'
+    (x,) = state['intermediates'][name]['attention_norm']['__call__']
+    mean = functools.partial(
+      _mean_output, attention, params[name]['attention'], x
+    )
+    h = attention.num_heads
+    bias = mean(jnp.zeros(h))
+    means.append(jax.vmap(mean)(jnp.eye(h)) - bias[None])
+  return tuple(means)
+
+
+def _mean_output(
+  config: AttentionConfig, params: Any, x: jax.Array, gates: jax.Array
+) -> jax.Array:
+  """(d,): a layer's mean output under gates (h,)."""
+  dtype = wide_dtype(x.dtype)
+  out = apply(
+    config, params, x, mask=masks.causal(), head_gates=gates, dtype=dtype
+  )
+  return jnp.mean(out, axis=(0, 1))
+
+
+@functools.partial(
+  jax.jit, static_argnames=('config', 'normalize', 'chunk_size')
+)
+def head_importance(
+  config: DecoderConfig,
+  params: Any,
+  batch: Batch,
+  *,
+  normalize: bool = True,
+  chunk_size: int = 32,
+) -> jax.Array:
+  """How much the loss depends on each head, to first order.
+
+    importance_i = mean over examples of |d loss(example) / d gate_i|
+
+  The absolute value is that of each example: over a batch, gradients of
+  opposite signs would cancel.
+
+  Args:
+    config: the decoder; its layers have equally many heads.
+    params: of `DecoderLM`.
+    batch: examples; those without targets that count are left out. The loss of
+      one is its mean cross-entropy over its targets that count.
+    normalize: whether to divide by the l2 norm over each layer's heads.
+    chunk_size: examples at once, for memory; it changes no result.
+
+  Returns:
+    (num_layers, h).
+
+  Raises:
+    ValueError: layers have different numbers of heads.
+
+  Source: Michel et al. 2019, Are Sixteen Heads Really Better than One?, eq. 2;
+  the norm: Molchanov et al. 2017.
+  """
+  checks.positive('chunk_size', chunk_size)
+  gates = jnp.ones(_gates_shape(config))
+
+  def of_example(example: Batch) -> tuple[jax.Array, jax.Array]:
+    alone = jax.tree.map(lambda x: x[None], example)
+    slope = jax.grad(lambda x: loss_with_gates(config, params, alone, x))(gates)
+    counts = jnp.any(example.weights > 0)
+    return jnp.where(counts, jnp.abs(slope), 0), counts
+
+  slopes, counts = jax.lax.map(of_example, batch, batch_size=chunk_size)
+  importance = jnp.sum(slopes, axis=0) / jnp.sum(counts)
+  if not normalize:
+    return importance
+  norm = jnp.linalg.norm(importance, axis=1, keepdims=True)
+  return importance / jnp.where(norm == 0, 1, norm)
+
+
+def ablation_losses(
+  config: DecoderConfig, params: Any, batch: Batch, kind: str = 'zero'
+) -> tuple[jax.Array, jax.Array]:
+  """The loss without each single head: what its importance should foretell.
+
+  Args:
+    config: the decoder; its layers have equally many heads.
+    params: of `DecoderLM`.
+    batch: what to predict.
+    kind: what stands in a head's place: 'zero', or 'mean', its mean output over
+      the batch.
+
+  Returns:
+    (num_layers, h) losses in nats, and the loss () with all heads.
+
+  Raises:
+    ValueError: the kind is unknown, or layers differ in their heads.
+  """
+  shape = _gates_shape(config)
+  size = shape[0] * shape[1]
+  gates = np.ones((size + 1, size))
+  gates[np.arange(size), np.arange(size)] = 0
+  losses = _losses(config, params, batch, gates.reshape(-1, *shape), kind)
+  return losses[:-1].reshape(shape), losses[-1]
+
+
+def removal_curve(
+  config: DecoderConfig,
+  params: Any,
+  batch: Batch,
+  order: Any,
+  kind: str = 'zero',
+) -> jax.Array:
+  """The loss after the first 0, 1, 2, ... heads of an order are gone.
+
+  Args:
+    config: the decoder; its layers have equally many heads.
+    params: of `DecoderLM`.
+    batch: what to predict.
+    order: (heads, 2) integers, a (layer, head) a row, each once; all heads or
+      some, as `order_by` sorts them.
+    kind: see `ablation_losses`.
+
+  Returns:
+    (heads + 1,) losses in nats.
+
+  Raises:
+    ValueError: the order names a head twice or one that is not there, the kind
+      is unknown, or layers differ in their heads.
+  """
+  shape = _gates_shape(config)
+  order = np.asarray(order)
+  if order.ndim != 2 or order.shape[1] != 2 or order.dtype.kind not in 'iu':
+    raise ValueError(
+      f'order of {order.dtype} and shape {order.shape} must be integers '
+      '(heads, 2), a (layer, head) a row'
+    )
+  rows = [(layer, head) for layer, head in order.tolist()]
+  for row in rows:
+    if not all(0 <= x < size for x, size in zip(row, shape, strict=True)):
+      raise ValueError(
+        f'order has (layer, head) {row}, but there are (num_layers, h) = '
+        f'{shape}'
+      )
+  if len(set(rows)) < len(rows):
+    raise ValueError(f'order={rows} names a head twice; name each once')
+  gates = np.ones((len(rows) + 1, *shape))
+  for i, (layer, head) in enumerate(rows):
+    gates[i + 1 :, layer, head] = 0
+  return _losses(config, params, batch, gates, kind)
+
+
+def order_by(scores: Any) -> np.ndarray:
+  """The heads from the least to the most score.
+
+  `order_by(jax.random.uniform(key, (num_layers, h)))` is a random order.
+
+  Args:
+    scores: (num_layers, h) importances, or losses without a head.
+
+  Returns:
+    (num_layers h, 2) integers, a (layer, head) a row; equal scores in their
+    own order.
+
+  Raises:
+    ValueError: scores have another rank, or are NaN.
+  """
+  scores = np.asarray(scores)
+  if scores.ndim != 2:
+    raise ValueError(
+      f'scores of shape {scores.shape} must be (num_layers, h), one a head'
+    )
+  if np.any(np.isnan(scores)):
+    raise ValueError('scores hold NaN, which has no place in an order')
+  order = np.argsort(scores, axis=None, kind='stable')
+  return np.stack(np.unravel_index(order, scores.shape), axis=1)
+
+
+def prune_heads(
+  config: DecoderConfig, params: Any, keep: Sequence[Any]
+) -> tuple[DecoderConfig, dict[str, Any]]:
+  """The decoder with some of its heads: what gates of 0 give, but smaller.
+
+  A kernel's axis of heads is the one whose letter in its einsum string is h,
+  that of key/value heads the one of n. A key/value head goes when all of its
+  query heads do.
+
+  Args:
+    config: the decoder.
+    params: of `DecoderLM`.
+    keep: of each layer the heads that stay, as numbers in any order or as h
+      booleans; at least one a layer.
+
+  Returns:
+    The config, whose numbers of heads are tuples where layers differ, and its
+    parameters.
+
+  Raises:
+    ValueError: keep names no head in a layer, one twice, or one that is not
+      there; or the query heads of two key/value heads are left unequal.
+  """
+  keep = list(keep)
+  if len(keep) != config.num_layers:
+    raise ValueError(
+      f'keep of length {len(keep)} must hold the heads of each of '
+      f'num_layers={config.num_layers}'
+    )
+  pruned = dict(params)
+  sizes = []
+  for layer, attention in enumerate(config.attention_configs):
+    name = f'block_{layer}'
+    if name not in params:
+      raise ValueError(
+        f"params without {name!r} are none of this config's DecoderLM; pass "
+        "variables['params']"
+      )
+    old = params[name]['attention']
+    check_params(attention.table, old)
+    heads = _kept(layer, keep[layer], attention.num_heads)
+    kept = {'h': heads, 'n': _kept_groups(layer, heads, attention)}
+    new = {x: _slice(row, old[x], kept) for x, row in attention.table.items()}
+    pruned[name] = {**params[name], 'attention': new}
+    sizes.append((len(kept['h']), len(kept['n'])))
+  num_heads, num_kv_heads = zip(*sizes, strict=True)
+  changes: dict[str, Any] = {'num_heads': num_heads}
+  if config.num_kv_heads is not None:
+    changes['num_kv_heads'] = num_kv_heads
+  if getattr(config, config.head_dim_field) is None:
+    h = config.attention_configs[0].num_heads
+    changes[config.head_dim_field] = config.d_model // h
+  return dataclasses.replace(config, **changes), pruned
+
+
+def _gates_shape(config: DecoderConfig) -> tuple[int, int]:
+  """(num_layers, h); a ValueError where layers differ."""
+  if isinstance(config.num_heads, tuple):
+    raise ValueError(
+      f'num_heads={config.num_heads} must be the same in every layer; measure '
+      'the decoder before pruning, with gates of 0 for what goes'
+    )
+  return config.num_layers, config.num_heads
+
+
+@functools.partial(jax.jit, static_argnames=('config', 'kind'))
+def _losses(
+  config: DecoderConfig, params: Any, batch: Batch, gates: jax.Array, kind: str
+) -> jax.Array:
+  """The losses under each of many gates (count, num_layers, h)."""
+  if kind not in KINDS:
+    raise ValueError(f'kind={kind!r} must be in {KINDS}')
+  means = head_means(config, params, batch) if kind == 'mean' else None
+  return jax.lax.map(
+    lambda x: loss_with_gates(config, params, batch, x, means), gates
+  )
+
+
+def _kept(layer: int, keep: Any, h: int) -> np.ndarray:
+  """The heads of a layer that stay, in their order."""
+  heads = np.asarray(keep)
+  if heads.dtype == bool:
+    if heads.shape != (h,):
+      raise ValueError(
+        f'keep[{layer}] of shape {heads.shape} must be ({h},), a boolean a '
+        'head, or the numbers of the heads that stay'
+      )
+    heads = np.flatnonzero(heads)
+  if heads.size == 0:
+    raise ValueError(
+      f'keep[{layer}]={keep!r} is empty; every layer keeps a head, for '
+      'instance its most important'
+    )
+  if heads.ndim != 1 or heads.dtype.kind not in 'iu':
+    raise ValueError(
+      f'keep[{layer}]={keep!r} must be integers, the heads that stay, or {h} '
+      'booleans'
+    )
+  if unknown := [x for x in heads.tolist() if not 0 <= x < h]:
+    raise ValueError(
+      f'keep[{layer}] has {unknown}; the heads of the layer are 0 to {h - 1}'
+    )
+  unique = np.unique(heads).astype(int)
+  if len(unique) < len(heads):
+    raise ValueError(f'keep[{layer}]={keep!r} names a head twice')
+  return unique
+
+
+def _kept_groups(
+  layer: int, heads: np.ndarray, attention: AttentionConfig
+) -> np.ndarray:
+  """The key/value heads that stay: those of which a query head does."""
+  h, n = attention.num_heads, _num_kv_heads(attention)
+  counts = np.bincount(heads * n // h, minlength=n)
+  groups = np.flatnonzero(counts)
+  if len(set(counts[groups])) > 1:
+    # Of all that a group can end with, the fewest changes; rather keep than go.
+    options = [
+      np.where(2 * counts >= size, size, 0) for size in range(h // n, 0, -1)
+    ]
+    nearest = min(options, key=lambda x: int(np.sum(np.abs(x - counts))))
+    raise ValueError(
+      f'keep[{layer}] leaves {counts.tolist()} query heads to the key/value '
+      f'heads of layer {layer}; those that stay must have equally many; '
+      f'nearest: {nearest.tolist()}'
+    )
+  return groups
+
+
+def _num_kv_heads(attention: AttentionConfig) -> int:
+  """The size of the letter n, of h where no kernel has it."""
+  for row in attention.table.values():
+    if isinstance(row, Projection) and 'n' in row.kernel_letters:
+      return dict(row.sizes)['n']
+  return attention.num_heads
+
+
+def _slice(
+  row: Row, params: Mapping[str, Any], kept: Mapping[str, np.ndarray]
+) -> dict[str, jax.Array]:
+  """A row's parameters, of the axes named in kept those places only."""
+  if not isinstance(row, Projection):
+    return dict(params)
+  letters = {'kernel': row.kernel_letters, 'bias': row.bias_letters}
+  sliced = {}
+  for name, x in params.items():
+    for axis, letter in enumerate(letters[name]):
+      if letter in kept:
+        x = jnp.take(jnp.asarray(x), kept[letter], axis=axis)
+    sliced[name] = x
+  return sliced
