@@ -220,7 +220,7 @@ def _table(lines: Sequence[dict[str, Any]]) -> Table:
     'validation batches: medians, and the range over seeds'
   )
   table = Table(
-    title=title, box=box.SIMPLE, padding=(0, 1, 0, 0), caption=caption
+    title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption
   )
   columns = ('variant', 'params', 'cache', 'of MHA', 'bits', 'ppl')
   for name in (*columns, 'minus MHA'):

@@ -272,6 +272,39 @@ def order_by(scores: Any) -> np.ndarray:
   return np.stack(np.unravel_index(order, scores.shape), axis=1)
 
 
+def keep_most(config: DecoderConfig, scores: Any, share: float) -> np.ndarray:
+  """Which heads to keep: the groups of highest score, one a layer at least.
+
+  The query heads of a key/value head go or stay together; a group's score is
+  the sum of theirs.
+
+  Args:
+    config: the decoder; its layers have equally many heads.
+    scores: (num_layers, h), as of `head_importance`.
+    share: of the heads to keep, in [0, 1]; rounded to whole groups.
+
+  Returns:
+    (num_layers, h) booleans for `prune_heads`.
+
+  Raises:
+    ValueError: scores or share do not fit, or layers differ in their heads.
+  """
+  checks.real('share', share, 0, 1)
+  shape = _gates_shape(config)
+  scores = np.asarray(scores, np.float64)
+  if scores.shape != shape:
+    raise ValueError(
+      f'scores of shape {scores.shape} must be (num_layers, h) = {shape}'
+    )
+  groups = _num_kv_heads(config.attention_config)
+  by_group = scores.reshape(shape[0], groups, -1).sum(axis=2)
+  keep = by_group >= by_group.max(axis=1, keepdims=True)
+  for layer, group in order_by(by_group)[::-1]:
+    if keep.sum() < round(share * keep.size):
+      keep[layer, group] = True
+  return np.repeat(keep, shape[1] // groups, axis=1)
+
+
 def prune_heads(
   config: DecoderConfig, params: Any, keep: Sequence[Any]
 ) -> tuple[DecoderConfig, dict[str, Any]]:

@@ -86,6 +86,21 @@ class CopyTask:
   def validation(self) -> 'CopyTask':
     return self
 
+  @property
+  def separators(self) -> tuple[int, ...]:
+    return (SEP,)
+
+  @property
+  def first_symbol(self) -> int:
+    return FIRST_SYMBOL
+
+  def token_text(self, token: int) -> str:
+    """A symbol's number, two for a pair."""
+    if token < FIRST_SYMBOL:
+      return '·|'[token]
+    pair, symbol = divmod(token - FIRST_SYMBOL, self.num_symbols)
+    return f'{pair - 1},{symbol}' if pair else str(symbol)
+
   def sample(self, key: jax.Array, batch_size: int) -> Batch:
     """Draws batch_size examples; a pure function of the key."""
     symbol_key, length_key = jax.random.split(key)

@@ -74,6 +74,21 @@ class RecallTask:
   def validation(self) -> 'RecallTask':
     return self
 
+  @property
+  def separators(self) -> tuple[int, ...]:
+    return (SEP,)
+
+  @property
+  def first_symbol(self) -> int:
+    return FIRST
+
+  def token_text(self, token: int) -> str:
+    """k3 for a key, 3 for a value."""
+    if token < FIRST:
+      return '|'
+    of_values, number = divmod(token - FIRST, self.num_keys)
+    return f'k{number}' if not of_values else str(token - FIRST - self.num_keys)
+
   def sample(self, key: jax.Array, batch_size: int) -> Batch:
     """Draws batch_size examples; a pure function of the key."""
     keys = jax.random.split(key, batch_size)
@@ -154,6 +169,17 @@ class InductionTask:
   @property
   def validation(self) -> 'InductionTask':
     return self
+
+  @property
+  def separators(self) -> tuple[int, ...]:
+    return ()
+
+  @property
+  def first_symbol(self) -> int:
+    return 0
+
+  def token_text(self, token: int) -> str:
+    return str(token)
 
   def sample(self, key: jax.Array, batch_size: int) -> Batch:
     """Draws batch_size examples; a pure function of the key."""

@@ -35,5 +35,16 @@ class Task(Protocol):
   def validation(self) -> 'Task':
     """The task to evaluate on; itself, where batches never end."""
 
+  @property
+  def separators(self) -> tuple[int, ...]:
+    """Tokens that part others and stand for nothing themselves."""
+
+  @property
+  def first_symbol(self) -> int:
+    """The first token that is neither a separator nor padding."""
+
+  def token_text(self, token: int) -> str:
+    """How a token is shown to a reader."""
+
   def sample(self, key: jax.Array, batch_size: int) -> Batch:
     """Draws a batch; the same key gives the same batch."""

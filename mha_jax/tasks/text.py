@@ -66,6 +66,20 @@ class TextTask:
   def validation(self) -> 'TextTask':
     return dataclasses.replace(self, split='validation')
 
+  @property
+  def separators(self) -> tuple[int, ...]:
+    return tuple(b'\n.,;:!?')
+
+  @property
+  def first_symbol(self) -> int:
+    return 32  # the controls stand before it
+
+  def token_text(self, token: int) -> str:
+    """The character of an ASCII byte, its number in hex of another."""
+    shown = {ord(' '): '␣', ord('\n'): '⏎'}
+    text = chr(token) if 32 < token < 127 else f'x{token:02x}'
+    return shown.get(token, text)
+
   def sample(self, key: jax.Array, batch_size: int) -> Batch:
     """Draws batch_size windows; a pure function of the key."""
     data, begins, counts = map(jnp.asarray, _windows(self))

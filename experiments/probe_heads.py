@@ -1,0 +1,178 @@
+"""What heads learn: attention maps, scores with names, and what they prove.
+
+  python -m experiments.probe_heads
+  python -m experiments.probe_heads --run=runs/copy_task
+  python -m experiments.probe_heads --config=configs/copy_task.py:tiny
+
+Looks into a recorded run, or trains the model of the config first. Scores come
+from mha_jax.analysis.probing, which says what each is: duplicate tokens and
+prefix matching on repeated random sequences, the others on validation
+examples. Beside them stands what the loss does without the head. Prints a table
+and writes results.csv, probe_heads.png and probe_heads.html, a page to look at
+single tokens with, into the workdir.
+"""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags
+from ml_collections import ConfigDict
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from experiments import command_line, figures, settings, trained
+from mha_jax.analysis import page, probing, pruning
+from mha_jax.training import record
+
+RUN = flags.DEFINE_string(
+  'run', None, 'folder of a run of experiments.train; default: train the config'
+)
+EXAMPLES = flags.DEFINE_integer(
+  'examples', 4, 'examples on the page', lower_bound=1, upper_bound=64
+)
+BATCH_SIZE = flags.DEFINE_integer(
+  'batch_size', 64, 'examples that scores are means over', lower_bound=1
+)
+
+ON_REPEATS = ('duplicate_token', 'prefix_matching')
+CAUTION = (
+  'A map that looks like a rule proves nothing about cause: hold every name '
+  'against the loss without the head.'
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  run: pathlib.Path | None
+  config: ConfigDict
+  examples: int
+  batch_size: int
+  workdir: pathlib.Path
+
+
+def parse() -> Settings:
+  config = flags.FLAGS.config
+  run = pathlib.Path(RUN.value) if RUN.value else None
+  if run is None:
+    settings.experiment_from(config)
+    name = config.name
+  else:
+    settings.recorded_experiment(run)
+    name = run.name
+  workdir = settings.workdir_from(flags.FLAGS.workdir, f'probe_heads-{name}')
+  return Settings(run, config, EXAMPLES.value, BATCH_SIZE.value, workdir)
+
+
+def main(chosen: Settings) -> int:
+  if chosen.run is None:
+    models, stopped_by = trained.train_seeds(chosen.config, 1, chosen.workdir)
+    if stopped_by is not None:
+      return command_line.exit_code(stopped_by)
+    (model,) = models
+  else:
+    model = trained.load(chosen.run)
+  chosen.workdir.mkdir(parents=True, exist_ok=True)
+  rows = score(model, chosen.batch_size)
+  report(rows, model, chosen)
+  return 0
+
+
+def score(model: trained.Model, batch_size: int) -> list[dict[str, Any]]:
+  """A row for each head: scores, its name, and the loss without it.
+
+  The `ablation` columns are what the loss of the validation batch gains, in
+  nats, when the head's output is replaced by zero or by its mean.
+  """
+  experiment, params = model.experiment, model.params
+  config, task = experiment.model, experiment.task.validation
+  key = jax.random.key(experiment.train.seed)
+  batch = task.sample(jax.random.fold_in(key, 1), batch_size)
+  repeats = probing.repeated_tokens(
+    jax.random.fold_in(key, 2),
+    batch_size,
+    max(2, task.max_len // 2),
+    task.first_symbol,
+    config.vocab_size,
+  )
+  rows = probing.head_scores(config, params, batch.inputs, task.separators)
+  repeated = probing.head_scores(config, params, repeats)
+  for row, on_repeats in zip(rows, repeated, strict=True):
+    row |= {name: on_repeats[name] for name in ON_REPEATS}
+  for kind in pruning.KINDS:
+    losses, loss = pruning.ablation_losses(config, params, batch, kind)
+    for row, gain in zip(rows, np.ravel(losses - loss), strict=True):
+      row[f'ablation_{kind}'] = float(gain)
+  for row, name in zip(rows, probing.name_heads(rows), strict=True):
+    row['name'] = name
+  return rows
+
+
+def report(
+  rows: list[dict[str, Any]], model: trained.Model, chosen: Settings
+) -> None:
+  """Prints the table and the caution; writes CSV, figure and page."""
+  config, task = model.experiment.model, model.experiment.task.validation
+  key = jax.random.key(model.experiment.train.seed)
+  inputs = task.sample(jax.random.fold_in(key, 1), chosen.examples).inputs
+  maps = probing.attention_maps(config, model.params, inputs)
+  setting = (
+    f'{task.kind} task, {config.attention}, {config.num_layers} layers, '
+    f'd_model = {config.d_model}, step {model.step}, seed '
+    f'{model.experiment.train.seed}'
+  )
+  Console().print(_table(rows, setting))
+  named = [row for row in rows if row['name']]
+  for row in named:
+    most = max(rows, key=lambda x: x['ablation_zero'])
+    note = 'more than without any other' if row is most else 'not the most'
+    print(
+      f'layer {row["layer"]} head {row["head"]} looks like: {row["name"]}; '
+      f'without it the loss gains {row["ablation_zero"]:.3f} nats, {note}'
+    )
+  print(CAUTION)
+  record.write_csv(chosen.workdir / 'results.csv', rows)
+  figure = chosen.workdir / 'probe_heads.png'
+  figures.probe_heads(maps, rows, setting, figure)
+  html = chosen.workdir / 'probe_heads.html'
+  texts = [[task.token_text(int(x)) for x in row] for row in inputs]
+  page.write_page(
+    html, maps, texts, rows, title='What heads learn', setting=setting
+  )
+  print(f'recorded in {chosen.workdir}, figure {figure}, page {html}')
+
+
+def _table(rows: list[dict[str, Any]], setting: str) -> Table:
+  """Scores of each head; losses without it as gains in nats."""
+  names = {
+    'previous_token': 'prev',
+    'duplicate_token': 'dupl',
+    'prefix_matching': 'prefix',
+    'copying_score': 'copying',
+    'first_token': 'first',
+    'separators': 'sep',
+    'entropy': 'bits',
+    'mean_distance': 'dist',
+    'ablation_zero': 'loss\nzero',
+    'ablation_mean': 'loss\nmean',
+  }
+  caption = (
+    'scores of mha_jax.analysis.probing; bits: entropy; dist: in tokens; loss: '
+    'nats gained where the head is replaced by zero or by its mean'
+  )
+  table = Table(
+    title=setting, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+  )
+  for name in ('head', *names.values(), 'looks like'):
+    table.add_column(name, justify='right', no_wrap=True)
+  for row in rows:
+    cells = ['-' if row[name] is None else f'{row[name]:.2f}' for name in names]
+    table.add_row(f'{row["layer"]}.{row["head"]}', *cells, row['name'])
+  return table
+
+
+if __name__ == '__main__':
+  command_line.run(parse, main, default_config='configs/recall.py:induction')
