@@ -26,6 +26,7 @@ from rich.table import Table
 
 from experiments import command_line, figures, settings, trained
 from mha_jax.analysis import page, probing, pruning
+from mha_jax.tasks import Batch
 from mha_jax.training import record
 
 RUN = flags.DEFINE_string(
@@ -81,6 +82,12 @@ def main(chosen: Settings) -> int:
   return 0
 
 
+def _batch(model: trained.Model, batch_size: int) -> Batch:
+  """Validation examples."""
+  key = jax.random.fold_in(jax.random.key(model.experiment.train.seed), 1)
+  return model.experiment.task.validation.sample(key, batch_size)
+
+
 def score(model: trained.Model, batch_size: int) -> list[dict[str, Any]]:
   """A row for each head: scores, its name, and the loss without it.
 
@@ -90,7 +97,7 @@ def score(model: trained.Model, batch_size: int) -> list[dict[str, Any]]:
   experiment, params = model.experiment, model.params
   config, task = experiment.model, experiment.task.validation
   key = jax.random.key(experiment.train.seed)
-  batch = task.sample(jax.random.fold_in(key, 1), batch_size)
+  batch = _batch(model, batch_size)
   repeats = probing.repeated_tokens(
     jax.random.fold_in(key, 2),
     batch_size,
@@ -111,13 +118,34 @@ def score(model: trained.Model, batch_size: int) -> list[dict[str, Any]]:
   return rows
 
 
+def effect(
+  name: str, rows: list[dict[str, Any]], model: trained.Model, batch_size: int
+) -> str:
+  """What the loss gains without all heads of a name, and without each."""
+  config, params = model.experiment.model, model.params
+  own = [row for row in rows if row['name'] == name]
+  gates = [np.ones(x.num_heads) for x in config.attention_configs]
+  batch = _batch(model, batch_size)
+  loss = pruning.loss_with_gates(config, params, batch, gates)
+  for row in own:
+    gates[row['layer']][row['head']] = 0
+  gain = pruning.loss_with_gates(config, params, batch, gates) - loss
+  each = [row['ablation_zero'] for row in own]
+  others = [row['ablation_zero'] for row in rows if row not in own]
+  heads = ', '.join(f'{row["layer"]}.{row["head"]}' for row in own)
+  alone = f'{min(each):.3f} to {max(each):.3f} without one of them'
+  return (
+    f'{name}: {heads}. The loss gains {float(gain):.3f} nats without all of '
+    f'them, {alone}, up to {max(others, default=0):.3f} without another head.'
+  )
+
+
 def report(
   rows: list[dict[str, Any]], model: trained.Model, chosen: Settings
 ) -> None:
   """Prints the table and the caution; writes CSV, figure and page."""
   config, task = model.experiment.model, model.experiment.task.validation
-  key = jax.random.key(model.experiment.train.seed)
-  inputs = task.sample(jax.random.fold_in(key, 1), chosen.examples).inputs
+  inputs = _batch(model, chosen.examples).inputs
   maps = probing.attention_maps(config, model.params, inputs)
   setting = (
     f'{task.kind} task, {config.attention}, {config.num_layers} layers, '
@@ -125,14 +153,8 @@ def report(
     f'{model.experiment.train.seed}'
   )
   Console().print(_table(rows, setting))
-  named = [row for row in rows if row['name']]
-  for row in named:
-    most = max(rows, key=lambda x: x['ablation_zero'])
-    note = 'more than without any other' if row is most else 'not the most'
-    print(
-      f'layer {row["layer"]} head {row["head"]} looks like: {row["name"]}; '
-      f'without it the loss gains {row["ablation_zero"]:.3f} nats, {note}'
-    )
+  for name in sorted({row['name'] for row in rows} - {''}):
+    print(effect(name, rows, model, chosen.batch_size))
   print(CAUTION)
   record.write_csv(chosen.workdir / 'results.csv', rows)
   figure = chosen.workdir / 'probe_heads.png'
@@ -150,18 +172,18 @@ def _table(rows: list[dict[str, Any]], setting: str) -> Table:
   names = {
     'previous_token': 'prev',
     'duplicate_token': 'dupl',
-    'prefix_matching': 'prefix',
-    'copying_score': 'copying',
-    'first_token': 'first',
+    'prefix_matching': 'pref',
+    'copying_score': 'copy',
+    'first_token': '1st',
     'separators': 'sep',
     'entropy': 'bits',
     'mean_distance': 'dist',
-    'ablation_zero': 'loss\nzero',
-    'ablation_mean': 'loss\nmean',
+    'ablation_zero': 'zero',
+    'ablation_mean': 'mean',
   }
   caption = (
-    'scores of mha_jax.analysis.probing; bits: entropy; dist: in tokens; loss: '
-    'nats gained where the head is replaced by zero or by its mean'
+    'scores of mha_jax.analysis.probing; bits: entropy; dist: in tokens; zero '
+    'and mean: nats that the loss gains when these replace the head'
   )
   table = Table(
     title=setting, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)

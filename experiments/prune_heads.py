@@ -209,13 +209,14 @@ def _curve_table(curves: list[dict[str, Any]]) -> Table:
 def _pruned_table(pruned: list[dict[str, Any]]) -> Table:
   """The pruned models beside the whole ones."""
   caption = (
-    'whole to pruned, a seed a row; bytes: of the cache; error: of the logits against the model with gates, '
-    'relative; speed: forward passes, median and quartiles'
+    'whole to pruned, a seed a row; bytes: of the cache a token; error: of '
+    'the logits against the model with gates, relative; speed: forward passes, '
+    'median and quartiles'
   )
   table = Table(caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-  for name in ('heads', 'loss', 'params', 'bytes/token', 'error'):
+  for name in ('heads', 'loss', 'params', 'bytes', 'error'):
     table.add_column(name, justify='right', no_wrap=True)
-  table.add_column('times as fast', justify='right', no_wrap=True)
+  table.add_column('speed', justify='right', no_wrap=True)
   for x in pruned:
     table.add_row(
       f'{x["heads"]} to {x["heads_kept"]}',
@@ -223,7 +224,7 @@ def _pruned_table(pruned: list[dict[str, Any]]) -> Table:
       f'{x["params"]:,} to {x["params_pruned"]:,}',
       f'{x["cache_bytes"]} to {x["cache_bytes_pruned"]}',
       f'{x["error"]:.1e}',
-      f'{x["ratio"]:.2f} ({x["ratio_low"]:.2f}-{x["ratio_high"]:.2f})',
+      f'{x["ratio"]:.1f} ({x["ratio_low"]:.1f}-{x["ratio_high"]:.1f})',
     )
   return table
 
