@@ -164,8 +164,9 @@ def _help(source: str) -> str:
   parts = [(script.__doc__ or '').strip(), '', 'Flags:']
   parts += [f'  --config={source}', '      FILE[:variants] with get_config']
   by_module = flags.FLAGS.flags_by_module_dict()
-  for module in (sys.argv[0], script.__name__, __name__):
-    for flag in by_module.get(module, []):
+  own = (sys.argv[0], script.__name__)
+  for module in [x for x in by_module if x in own or 'experiments' in x]:
+    for flag in by_module[module]:
       if flag.name.partition('.')[0] != 'config':
         default = '' if flag.default is None else f'={flag.default_as_str}'
         parts += [f'  --{flag.name}{default}', f'      {flag.help}']

@@ -30,6 +30,8 @@ from rich.table import Table
 
 from experiments import command_line, figures, reports, settings
 from experiments.points import (
+  EQUAL_PARAMS,
+  SEEDS,
   Point,
   Row,
   equal_params,
@@ -41,12 +43,6 @@ from mha_jax.training import record
 RANKS = flags.DEFINE_list('ranks', ['4', '12', '64'], 'latent ranks r of MLA')
 ROTARY = flags.DEFINE_list(
   'rotary', ['0'], 'rotary features p; 0: learned positions instead'
-)
-SEEDS = flags.DEFINE_integer(
-  'seeds', 3, 'seeds a model, from train.seed on', lower_bound=1
-)
-EQUAL_PARAMS = flags.DEFINE_bool(
-  'equal_params', False, 'widen MLPs until all have as many parameters'
 )
 
 WITHIN = (1.0, 0.1, 0.02)

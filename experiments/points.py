@@ -18,10 +18,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import flags
 
 from mha_jax.training import record, train
 from mha_jax.training.progress import ProgressBar
 from mha_jax.training.run import StopRequest, stop_on_signal
+
+SEEDS = flags.DEFINE_integer(
+  'seeds',
+  3,
+  'seeds of each model, from train.seed on',
+  lower_bound=1,
+  upper_bound=1000,
+)
+EQUAL_PARAMS = flags.DEFINE_bool(
+  'equal_params', False, 'widen MLPs until all have as many parameters'
+)
 
 ROW = ('key', 'seeds', 'status')
 """What every line of results.jsonl has."""

@@ -25,18 +25,13 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments import command_line, figures, settings, trained
+from experiments.trained import BATCH_SIZE, RUN
 from mha_jax.analysis import page, probing, pruning
 from mha_jax.tasks import Batch
 from mha_jax.training import record
 
-RUN = flags.DEFINE_string(
-  'run', None, 'folder of a run of experiments.train; default: train the config'
-)
 EXAMPLES = flags.DEFINE_integer(
   'examples', 4, 'examples on the page', lower_bound=1, upper_bound=64
-)
-BATCH_SIZE = flags.DEFINE_integer(
-  'batch_size', 64, 'examples that scores are means over', lower_bound=1
 )
 
 ON_REPEATS = ('duplicate_token', 'prefix_matching')

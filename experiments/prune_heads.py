@@ -33,16 +33,14 @@ from experiments import (
   trained,
 )
 from experiments.suites.case import compiled
+from experiments.trained import BATCH_SIZE, RUN
 from mha_jax.analysis import pruning
 from mha_jax.attention import checks
 from mha_jax.decoder import DecoderConfig, DecoderLM
 from mha_jax.training import record
 
-RUN = flags.DEFINE_string(
-  'run', None, 'folder of a run of experiments.train; default: train the config'
-)
-SEEDS = flags.DEFINE_integer(
-  'seeds', 3, 'models to train, from train.seed on', lower_bound=1
+MODELS = flags.DEFINE_integer(
+  'models', 3, 'models to train, seeds from train.seed on', lower_bound=1
 )
 ORDERS = flags.DEFINE_integer(
   'random_orders', 8, 'random orders a model', lower_bound=1
@@ -51,9 +49,6 @@ KIND = flags.DEFINE_enum(
   'kind', 'zero', pruning.KINDS, 'what stands in place of a head'
 )
 SHARE = flags.DEFINE_float('share', 0.5, 'share of the heads to prune for real')
-BATCH_SIZE = flags.DEFINE_integer(
-  'batch_size', 256, 'examples to rank by, and as many to measure on', 1
-)
 
 ROUNDS = 11  # times that the pruned and the whole model run
 
@@ -70,7 +65,7 @@ def parse() -> Settings:
   checks.real('--share', SHARE.value, 0, 1)
   run = pathlib.Path(RUN.value) if RUN.value else None
   if run is None:
-    trained.experiments(config, SEEDS.value)
+    trained.experiments(config, MODELS.value)
   else:
     settings.recorded_experiment(run)
   name = run.name if run else config.name
@@ -81,7 +76,7 @@ def parse() -> Settings:
 def main(chosen: Settings) -> int:
   if chosen.run is None:
     models, stopped_by = trained.train_seeds(
-      chosen.config, SEEDS.value, chosen.workdir
+      chosen.config, MODELS.value, chosen.workdir
     )
     if stopped_by is not None:
       return command_line.exit_code(stopped_by)

@@ -29,6 +29,8 @@ from rich.console import Console
 
 from experiments import command_line, figures, reports, settings
 from experiments.points import (
+  EQUAL_PARAMS,
+  SEEDS,
   Point,
   Row,
   equal_params,
@@ -41,18 +43,8 @@ from mha_jax.training import record, train
 N_HEADS = flags.DEFINE_list(
   'n_heads', ['1', '2', '4', '8', '16'], 'head counts, divisors of d_model'
 )
-SEEDS = flags.DEFINE_integer(
-  'seeds',
-  3,
-  'seeds a head count, from train.seed on',
-  lower_bound=1,
-  upper_bound=1000,
-)
 THRESHOLD = flags.DEFINE_float(
   'threshold', 0.05, 'the loss (nats) that speed is measured to'
-)
-EQUAL_PARAMS = flags.DEFINE_bool(
-  'equal_params', False, 'widen MLPs until all have as many parameters'
 )
 STUDY = flags.DEFINE_bool(
   'study', False, 'exercise 1 in full, around a plain copy task'

@@ -7,12 +7,20 @@ import signal
 from typing import Any
 
 import jax
+from absl import flags
 from ml_collections import ConfigDict
 
 from experiments import settings
 from mha_jax.training import run, train
 from mha_jax.training.checkpoints import Checkpoints
 from mha_jax.training.record import RecordError
+
+RUN = flags.DEFINE_string(
+  'run', None, 'folder of a run of experiments.train; default: train the config'
+)
+BATCH_SIZE = flags.DEFINE_integer(
+  'batch_size', 128, 'validation examples that numbers are means over', 1
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import mha_jax.linen as mha
 from mha_jax.attention import (
@@ -433,7 +434,8 @@ def _check_range(name: str, values: jax.Array, bound: str, size: int) -> None:
   """
   if isinstance(values, jax.core.Tracer) or values.size == 0:
     return
-  low, high = int(values.min()), int(values.max())
+  known = np.asarray(values)  # JAX's own would be traced under jit
+  low, high = int(known.min()), int(known.max())
   if low < 0 or high >= size:
     raise ValueError(
       f'{name} from {low} to {high} must lie in [0, {bound}={size}); raise '

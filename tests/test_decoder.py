@@ -563,6 +563,14 @@ class ErrorsTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'input_positions'):
       apply(CONFIG, init(CONFIG), input_positions=np.zeros(shape, int))
 
+  def test_known_within_jit(self):
+    """Tokens that a jitted function closes over are known, and checked."""
+    apply = functools.partial(DecoderLM(CONFIG).apply, {'params': init(CONFIG)})
+    good, bad = jnp.array([[0, 1]]), jnp.array([[0, M]])
+    jax.jit(lambda: apply(good))()
+    with self.assertRaisesRegex(ValueError, 'tokens from 0 to'):
+      jax.jit(lambda: apply(bad))()
+
   @parameterized.parameters(
     ([[0, M]], {}, r'tokens from 0 to .* vocab_size='),
     ([[-1, 0]], {}, r'tokens from -1 to 0 must lie in'),

@@ -34,7 +34,9 @@ def known_range(name: str, values: Any, low: int, high: int) -> None:
   """Raises a ValueError unless all values, where known, lie in [low, high]."""
   if isinstance(values, jax.core.Tracer) or np.size(values) == 0:
     return
-  least, most = int(np.min(values)), int(np.max(values))
+  # NumPy's array: within a jitted function JAX's own would be traced.
+  known = np.asarray(values)
+  least, most = int(known.min()), int(known.max())
   if least < low or most > high:
     raise ValueError(
       f'{name} from {least} to {most} must lie in [{low}, {high}]'

@@ -87,7 +87,7 @@ class TextTask:
     place = jax.random.randint(key, (batch_size,), 0, ends[-1])
     document = jnp.searchsorted(ends, place, side='right')
     begin = begins[document] + place - (ends - counts)[document]
-    window = data[begin[:, None] + jnp.arange(self.length + 1)]
+    window = data[begin[:, None] + jnp.arange(self.length + 1)[None]]
     window = window.astype(jnp.int32)
     weights = jnp.ones((batch_size, self.length), jnp.float32)
     return Batch(window[:, :-1], window[:, 1:], weights)

@@ -12,7 +12,7 @@ from experiments import command_line, sweep_heads, train
 SCRIPTS = {'train': train, 'sweep_heads': sweep_heads}
 OWN_FLAGS = {
   'train': ('--tensorboard',),
-  'sweep_heads': ('--n_heads=', '--seeds=', '--threshold='),
+  'sweep_heads': ('--seeds=', '--n_heads=', '--threshold='),
 }
 
 BAD_CALLS = {

@@ -66,6 +66,7 @@ class NumbersTest(parameterized.TestCase):
         'head_dim': 32,
         'params': 99,
         'seeds': 4,
+        'steps': 3,
         'final_loss_median': 0.3,
         'final_loss_min': 0.1,
         'final_loss_max': 0.4,

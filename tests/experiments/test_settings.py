@@ -4,11 +4,13 @@ import pathlib
 import tempfile
 
 from absl.testing import parameterized
+from ml_collections import ConfigDict
 
-from configs import copy_task
+from configs import copy_task, recall
 from experiments import settings
 from mha_jax.decoder import DecoderConfig
-from mha_jax.tasks import CopyTask
+from mha_jax.tasks import CopyTask, InductionTask, RecallTask
+from mha_jax.training import record
 from mha_jax.training.train import OptimizerConfig, TrainConfig
 
 
@@ -53,6 +55,30 @@ class ExperimentTest(parameterized.TestCase):
     config.update_from_flattened_dict({name: value})
     with self.assertRaisesRegex(ValueError, message):
       settings.experiment_from(config)
+
+  @parameterized.parameters(
+    ({'kind': 'recall', 'num_pairs': 3, 'num_queries': 2}, RecallTask(3, 2)),
+    ({'kind': 'induction', 'length': 7}, InductionTask(7)),
+    ({'length': 7}, CopyTask(7)),
+  )
+  def test_kinds(self, section, task):
+    """The task's kind picks its class; none is a copy task."""
+    config = copy_task.get_config()
+    config.task = ConfigDict(section)
+    self.assertEqual(settings.experiment_from(config).task, task)
+
+  def test_recorded(self):
+    """What a run writes down is the experiment again."""
+    config = recall.get_config('induction')
+    config.model.num_heads = 2
+    config.model.positions = 'rope'
+    experiment = settings.experiment_from(config)
+    folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
+    record.claim(folder, experiment)
+    self.assertEqual(settings.recorded_experiment(folder), experiment)
+    (folder / 'config.json').write_text('{')
+    with self.assertRaisesRegex(ValueError, 'config.json is no JSON'):
+      settings.recorded_experiment(folder)
 
   def test_a_field_that_the_library_lacks(self):
     """A config file's own mistake is named too."""

@@ -380,6 +380,58 @@ class DispatchTest(SweepTestCase):
     self.assertEqual(row['params'], 3)
 
 
+class StudyTest(SweepTestCase):
+  def test_study(self):
+    """Every panel and curve; points that two curves share are trained once."""
+    workdir = self.folder / 'study'
+    trained = []
+
+    def stub(point, request):
+      del request
+      trained.append(point.experiment)
+      count = points.num_params(point.experiment)
+      return recorded(self.rows[0]) | {'params': count}
+
+    with training(stub):
+      result = call(workdir, '--study', '--config.model.positions=none')
+    self.assertEqual(result.code, 0, result)
+    lines = list(
+      csv.DictReader((workdir / 'results.csv').read_text().splitlines())
+    )
+    curves = {(x['panel'], x['curve']): [] for x in lines}
+    for line in lines:
+      curves[line['panel'], line['curve']].append(line)
+    lengths = [('one source', f'L = {x}') for x in (2, 4, 8, 16)]
+    ways = ('head_dim = d_model / n_heads', 'head_dim = 4')
+    ways += ('head_dim = 4, MLP fills up',)
+    controls = [
+      (f'{x} source{"s" * (x == "two")}, L = 4', way)
+      for x in ('one', 'two')
+      for way in ways
+    ]
+    layers = [('variable length, 1 to 4', x) for x in ('1 layer', '2 layers')]
+    self.assertEqual(list(curves), [*lengths, *controls, *layers])
+    self.assertLen(trained, 2 * (len(curves) - 1))
+    for (panel, curve), own in curves.items():
+      sizes = [int(x['head_dim']) for x in own]
+      params = [int(x['params']) for x in own]
+      fixed = curve.startswith('head_dim = 4')
+      self.assertEqual(sizes, [4, 4] if fixed else [16, 4], panel)
+      self.assertEqual(params[0] < params[1], curve == 'head_dim = 4', panel)
+    self.assertEqual({x.train.steps for x in trained}, {STEPS, 3 * STEPS})
+    self.assertTrue(any(x.task.pairs for x in trained))
+    png = (workdir / 'sweep_heads.png').read_bytes()
+    self.assertStartsWith(png, b'\x89PNG\r\n')
+
+  @parameterized.parameters(
+    '--config=configs/copy_task.py:pairs', '--config=configs/recall.py'
+  )
+  def test_wants_a_plain_copy_task(self, config):
+    result = scripts.call(sweep_heads, config, '--study')
+    self.assertEqual(result.code, 2, result)
+    self.assertIn('--study wants a plain copy task', result.err)
+
+
 class DefaultsTest(parameterized.TestCase):
   def test_flags(self):
     """Exercise 1: heads 1, 2, 4, 8, 16 with three seeds."""

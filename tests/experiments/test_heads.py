@@ -1,0 +1,194 @@
+"""experiments.probe_heads and prune_heads, on one tiny run."""
+
+import csv
+import dataclasses
+import json
+import pathlib
+import re
+import shutil
+import tempfile
+
+import numpy as np
+import pytest
+import scripts
+from absl.testing import parameterized
+
+from experiments import probe_heads, prune_heads, train, trained
+from mha_jax.analysis import probing, pruning
+
+INDUCTION = '--config=configs/recall.py:induction,tiny'
+
+
+@pytest.fixture(scope='module', autouse=True)
+def run(tmp_path_factory):
+  """A model of two layers, which the tests below look into."""
+  folder = tmp_path_factory.mktemp('heads') / 'run'
+  result = scripts.call(train, INDUCTION, f'--workdir={folder}')
+  assert result.code == 0, result
+  RunTestCase.run_folder = folder
+
+
+class RunTestCase(parameterized.TestCase):
+  run_folder: pathlib.Path
+
+  def setUp(self):
+    super().setUp()
+    folder = self.enter_context(tempfile.TemporaryDirectory())
+    self.workdir = pathlib.Path(folder) / 'out'
+
+  def call(self, script, *more: str) -> scripts.Result:
+    return scripts.call(
+      script, f'--run={self.run_folder}', f'--workdir={self.workdir}', *more
+    )
+
+  def table(self, name: str) -> list[dict[str, str]]:
+    text = (self.workdir / name).read_text()
+    return list(csv.DictReader(text.splitlines()))
+
+
+class ProbeTest(RunTestCase):
+  def test_output(self):
+    """Every head has scores and ablations; figure and page are there."""
+    before = scripts.contents(self.run_folder)
+    result = self.call(probe_heads, '--batch_size=16', '--examples=2')
+    self.assertEqual(result.code, 0, result)
+    self.assertIn('induction task, mha, 2 layers, d_model = 16', result.out)
+    self.assertIn('proves nothing about cause', result.out)
+    rows = self.table('results.csv')
+    self.assertEqual(
+      [(x['layer'], x['head']) for x in rows],
+      [(str(i), str(j)) for i in range(2) for j in range(4)],
+    )
+    names = {*probing.SCORES, 'ablation_zero', 'ablation_mean', 'name'}
+    self.assertContainsSubset(names, rows[0])
+    png = (self.workdir / 'probe_heads.png').read_bytes()
+    self.assertStartsWith(png, b'\x89PNG\r\n')
+    page = (self.workdir / 'probe_heads.html').read_text()
+    self.assertIn('ablation_zero', page)
+    self.assertEqual(scripts.contents(self.run_folder), before)
+
+    model = trained.load(self.run_folder)
+    batch = probe_heads._batch(model, 16)
+    for kind in ('zero', 'mean'):
+      losses, loss = pruning.ablation_losses(
+        model.experiment.model, model.params, batch, kind
+      )
+      found = [float(row[f'ablation_{kind}']) for row in rows]
+      np.testing.assert_allclose(found, np.ravel(losses - loss), atol=1e-5)
+
+  def test_effect(self):
+    """All heads of a name together, against each of them."""
+    model = trained.load(self.run_folder)
+    rows = probe_heads.score(model, 8)
+    for row in rows:
+      row['name'] = 'second' if row['layer'] == 1 else ''
+    text = probe_heads.effect('second', rows, model, 8)
+    config, batch = model.experiment.model, probe_heads._batch(model, 8)
+    loss, whole = (
+      pruning.loss_with_gates(config, model.params, batch, gates)
+      for gates in (np.ones((2, 4)), np.stack([np.ones(4), np.zeros(4)]))
+    )
+    self.assertStartsWith(text, 'second: 1.0, 1.1, 1.2, 1.3. ')
+    gain = float(re.search(r'gains (\S+) nats', text)[1])
+    self.assertAlmostEqual(gain, float(whole - loss), delta=1e-3)
+
+  @parameterized.parameters(
+    ('no/such/run', 'no/such/run holds no config.json'),
+    ('configs', 'configs holds no config.json'),
+  )
+  def test_no_run(self, folder, message):
+    for script in (probe_heads, prune_heads):
+      result = scripts.call(script, f'--run={folder}')
+      self.assertEqual(result.code, 2, result)
+      self.assertIn(message, result.err)
+      self.assertEqual(result.err.count('\n'), 1)
+
+  def test_no_checkpoint(self):
+    """A run that was stopped before its first checkpoint."""
+    folder = self.workdir.parent / 'empty'
+    folder.mkdir()
+    shutil.copy(self.run_folder / 'config.json', folder)
+    result = scripts.call(
+      probe_heads, f'--run={folder}', f'--workdir={self.workdir}'
+    )
+    self.assertEqual(result.code, 2, result)
+    self.assertIn('holds no checkpoint', result.err)
+
+  def test_another_run_s_record(self):
+    """A field that the library does not know is named."""
+    folder = self.workdir.parent / 'other'
+    folder.mkdir()
+    config = json.loads((self.run_folder / 'config.json').read_text())
+    config['model']['num_wings'] = 2
+    (folder / 'config.json').write_text(json.dumps(config))
+    result = scripts.call(probe_heads, f'--run={folder}')
+    self.assertEqual(result.code, 2, result)
+    self.assertIn('num_wings', result.err)
+
+
+class PruneTest(RunTestCase):
+  def test_output(self):
+    """Curves of every order, the pruned model, and that it is the gated one."""
+    result = self.call(prune_heads, '--batch_size=16', '--random_orders=3')
+    self.assertEqual(result.code, 0, result)
+    curves = self.table('results.csv')
+    self.assertLen(curves, (1 + 1 + 3) * 9)
+    for gone in ('0', '8'):  # the same in every order
+      losses = {x['loss'][:6] for x in curves if x['gone'] == gone}
+      self.assertLen(losses, 1)
+    (pruned,) = self.table('pruned.csv')
+    self.assertEqual((pruned['heads'], pruned['heads_kept']), ('8', '4'))
+    self.assertEqual(float(pruned['loss']), float(curves[0]['loss']))
+    self.assertLess(float(pruned['error']), 1e-5)
+    removed = int(pruned['params']) - int(pruned['params_pruned'])
+    self.assertEqual(removed, 4 * 4 * 16 * 4)
+    # Two layers of 16 + 16 numbers of 4 bytes, and half of them.
+    self.assertEqual(pruned['cache_bytes'], '256')
+    self.assertEqual(pruned['cache_bytes_pruned'], '128')
+    png = (self.workdir / 'prune_heads.png').read_bytes()
+    self.assertStartsWith(png, b'\x89PNG\r\n')
+
+  @parameterized.parameters(
+    ('--share=1.5', '--share=1.5'), ('--kind=median', '--kind')
+  )
+  def test_errors(self, flag, message):
+    result = self.call(prune_heads, flag)
+    self.assertEqual(result.code, 2, result)
+    self.assertIn(message, result.err)
+
+
+class KeepMostTest(RunTestCase):
+  """Which heads stay."""
+
+  SCORES = np.array([[4.0, 1.0, 3.0, 8.0], [0.1, 0.2, 0.4, 0.3]])
+
+  @parameterized.parameters(
+    (1.0, [[0, 1, 2, 3], [0, 1, 2, 3]]),
+    (0.5, [[0, 2, 3], [2]]),  # one stays in a layer, however little it does
+    (0.0, [[3], [2]]),
+  )
+  def test_heads(self, share, wanted):
+    config = trained.load(self.run_folder).experiment.model
+    keep = pruning.keep_most(config, self.SCORES, share)
+    self.assertEqual([np.flatnonzero(x).tolist() for x in keep], wanted)
+
+  def test_groups(self):
+    """Query heads of one key/value head go together: 5 against 11."""
+    config = dataclasses.replace(
+      trained.load(self.run_folder).experiment.model,
+      attention='gqa',
+      num_kv_heads=2,
+    )
+    keep = pruning.keep_most(config, self.SCORES, 0.5)
+    self.assertEqual(
+      keep.tolist(), [[False, False, True, True], [False, False, True, True]]
+    )
+
+  @parameterized.parameters(
+    (np.ones((2, 3)), 0.5, r'scores of shape \(2, 3\)'),
+    (np.ones((2, 4)), 2.0, 'share=2.0'),
+  )
+  def test_errors(self, scores, share, message):
+    config = trained.load(self.run_folder).experiment.model
+    with self.assertRaisesRegex(ValueError, message):
+      pruning.keep_most(config, scores, share)

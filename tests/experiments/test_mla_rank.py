@@ -1,0 +1,139 @@
+"""Exercise 3's script: its models, its numbers, its answer, its errors."""
+
+import csv
+import json
+import math
+import pathlib
+import tempfile
+from unittest import mock
+
+import numpy as np
+import scripts
+from absl.testing import parameterized
+
+from experiments import mla_rank, points
+
+MODELS = {
+  # name: cached elements a token of two layers, at d = 16, h = 2, k = 8
+  'MHA': 64,
+  'MQA': 32,
+  'MHA, 1 head': 32,
+  'MHA, heads of 4': 32,
+  'MLA r=2': 4,
+  'MLA r=16': 32,
+}
+
+
+class MlaRankTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    folder = self.enter_context(tempfile.TemporaryDirectory())
+    self.workdir = pathlib.Path(folder) / 'run'
+
+  def call(self, *more: str) -> scripts.Result:
+    return scripts.call(
+      mla_rank,
+      '--config=configs/mla_rank.py:tiny',
+      f'--workdir={self.workdir}',
+      '--ranks=2,16',
+      '--seeds=3',
+      *more,
+    )
+
+  def stub(self, losses):
+    """Training that gives each model the bits of losses(labels), by seed."""
+
+    def train(point, request):
+      del request
+      bits = losses(point.labels)
+      return {
+        'params': points.num_params(point.experiment),
+        'steps_per_s': 1.0,
+        'final_loss': [x * math.log(2) for x in bits],
+        'final_accuracy': [0.0] * 3,
+        'loss': [[0.0]] * 3,
+        'accuracy': [[0.0]] * 3,
+      }
+
+    return mock.patch.object(points, 'train_seeds', train)
+
+  def test_numbers(self):
+    """Caches, paired differences, and the answer in words."""
+
+    def losses(labels):
+      shift = {'MLA r=2': 0.5, 'MLA r=16': 0.05}.get(labels['variant'], 0)
+      # The spread over seeds is far above the differences.
+      return [10 + shift, 20 + shift, 30 + 2 * shift]
+
+    with self.stub(losses):
+      result = self.call()
+    self.assertEqual(result.code, 0, result)
+    self.assertIn('r + p < 4; at r = 2 it is 0.0625 of it', result.out)
+    self.assertIn('+0.500 (+0.500 to +1.000) bits', result.out)
+    self.assertIn('within 1 bit.', result.out)
+    self.assertIn('within 1 bits: r = 2.', result.out)
+    self.assertIn('within 0.1 bits: r = 16.', result.out)
+    self.assertIn('within 0.02 bits: no rank.', result.out)
+    text = (self.workdir / 'results.csv').read_text()
+    lines = list(csv.DictReader(text.splitlines()))
+    self.assertEqual(
+      {x['variant']: int(x['cache_elements']) for x in lines}, MODELS
+    )
+    for line in lines:
+      share = MODELS[line['variant']] / 64
+      self.assertEqual(float(line['cache_share']), share)
+    last = lines[-1]
+    found = [float(last[f'difference_{x}']) for x in ('median', 'min', 'max')]
+    np.testing.assert_allclose(found, [0.05, 0.05, 0.1], rtol=1e-6)
+    self.assertAlmostEqual(float(last['bits_median']), 20.05)
+    self.assertAlmostEqual(float(last['perplexity']) / 2**20.05, 1)
+    png = (self.workdir / 'mla_rank.png').read_bytes()
+    self.assertStartsWith(png, b'\x89PNG\r\n')
+
+  def test_rotary_and_equal_parameters(self):
+    """Each rotary size has its MHA; MLPs fill up."""
+    with self.stub(lambda labels: [1.0 + labels['rotary']] * 3):
+      result = self.call('--rotary=0,2', '--equal_params')
+    self.assertEqual(result.code, 0, result)
+    rows = [
+      json.loads(line)
+      for line in (self.workdir / 'results.jsonl').read_text().splitlines()
+    ]
+    self.assertLen(rows, 2 * len(MODELS))
+    sizes = [row['params'] for row in rows]
+    self.assertLessEqual(max(sizes) - min(sizes), 64)  # one unit a layer
+    for row in rows:
+      model = row['config']['model']
+      rotary = row['rotary']
+      self.assertEqual(model['positions'], 'rope' if rotary else 'learned')
+      if row['rank']:
+        self.assertEqual(model['qk_rope_head_dim'], rotary)
+        self.assertEqual(row['cache_elements'], 2 * (row['rank'] + rotary))
+    self.assertIn('RoPE, p = 2', result.out)
+    self.assertNotIn('+1', result.out)
+
+  def test_trains(self):
+    """One model, for real; a failure of another leaves it standing."""
+    train = points.train_seeds
+
+    def some(point, request):
+      if point.labels['variant'] == 'MQA':
+        return train(point, request)
+      raise RuntimeError('out of luck')
+
+    with mock.patch.object(points, 'train_seeds', some):
+      result = self.call()
+    self.assertEqual(result.code, 1)
+    self.assertIn('MHA, p=0 failed: RuntimeError: out of luck', result.out)
+
+  @parameterized.parameters(
+    ('--ranks=4,x', '--ranks=4,x must be positive integers'),
+    ('--rotary=3', '--rotary=3 must be even'),
+    ('--rotary=', '--rotary= must be even'),
+    ('--config.model.kv_lora_rank=4', 'use --ranks and --rotary'),
+    ('--config.task.kind=poem', "--config.task.kind='poem' must be in"),
+  )
+  def test_errors(self, flag, message):
+    result = self.call(flag)
+    self.assertEqual(result.code, 2, result)
+    self.assertIn(message, result.err)
