@@ -5,9 +5,9 @@
   python -m experiments.sweep_heads --config=configs/recall.py
 
 Two layers of attention, no MLP. Recall reads 8 pairs of a key and a value and
-answers 8 keys: accuracy 1.0 with RoPE, 0.3 to 0.4 with learned positions or with
-32 keys and values. Induction continues random tokens that repeat after 16 to 32:
-accuracy 0.95.
+answers 8 keys: accuracy 1.0 with RoPE, 0.3 to 0.4 with learned positions or
+with 32 keys and values. Induction continues random tokens that repeat after 16
+to 32: accuracy 0.95.
 The argument after a colon picks variants, joined by commas: tiny, induction.
 """
 
