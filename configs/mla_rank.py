@@ -2,12 +2,12 @@
 
   python -m experiments.mla_rank                                    (3 min)
   python -m experiments.mla_rank --config=configs/mla_rank.py:copy  (2 min)
-  python -m experiments.mla_rank --config=configs/mla_rank.py:full  (20 min)
+  python -m experiments.mla_rank --config=configs/mla_rank.py:full  (30 min)
 
 Two layers, d_model = 64, 8 heads of 8, MLPs of 256. The text is bytes of plays
 (extra `text`; --config.task.path=FILE for another). Variants, joined by commas:
 
-  full  longer windows, seven times as many steps
+  full  1,000 steps for 300
   copy  copying 32 symbols of 32 instead of text
   tiny  seconds long
 """
@@ -28,11 +28,11 @@ def get_config(variants: str = '') -> ConfigDict:
   config = text.get_config() if on_text else copy_task.get_config()
   config.name = '-'.join(['text' if on_text else 'copy', *chosen])
   config.model.update({'num_layers': 2, 'num_heads': 8, 'mlp_dim': 256})
-  if on_text and 'full' in chosen:
-    config.train.update({'steps': 2000, 'steps_per_dispatch': 100})
-  elif on_text:
+  if on_text:
     config.task.length = 64
     config.train.update({'steps': 300, 'batch_size': 16})
+  if 'full' in chosen:
+    config.train.update({'steps': 1000, 'steps_per_dispatch': 50})
   if 'tiny' in chosen:
     base.make_tiny(config)
     config.model.update({'num_heads': 2, 'mlp_dim': 8})

@@ -6,6 +6,7 @@ import math
 import os
 import pathlib
 import signal
+import tempfile
 from unittest import mock
 
 import jax
@@ -79,7 +80,7 @@ def numbers(rows: list[dict]) -> dict[int, dict]:
   }
 
 
-@pytest.fixture(scope='module', autouse=True)
+@pytest.fixture(scope='module')
 def first(tmp_path_factory):
   """A whole sweep, which the tests below read or go on from."""
   SweepTestCase.folder = tmp_path_factory.mktemp('sweep')
@@ -90,6 +91,7 @@ def first(tmp_path_factory):
   SweepTestCase.rows = read(SweepTestCase.workdir)
 
 
+@pytest.mark.usefixtures('first')
 class SweepTestCase(parameterized.TestCase):
   folder: pathlib.Path
   workdir: pathlib.Path
@@ -353,7 +355,14 @@ class GoingOnTest(SweepTestCase):
     self.assertFalse((workdir / 'sweep_heads.png').exists())
 
 
-class DispatchTest(SweepTestCase):
+class FolderTestCase(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    folder = self.enter_context(tempfile.TemporaryDirectory())
+    self.folder = pathlib.Path(folder)
+
+
+class DispatchTest(FolderTestCase):
   def test_the_last_dispatch_is_shorter(self):
     """Where steps_per_dispatch does not divide the steps."""
     sizes = []
@@ -380,7 +389,7 @@ class DispatchTest(SweepTestCase):
     self.assertEqual(row['params'], 3)
 
 
-class StudyTest(SweepTestCase):
+class StudyTest(FolderTestCase):
   def test_study(self):
     """Every panel and curve; points that two curves share are trained once."""
     workdir = self.folder / 'study'
@@ -390,7 +399,9 @@ class StudyTest(SweepTestCase):
       del request
       trained.append(point.experiment)
       count = points.num_params(point.experiment)
-      return recorded(self.rows[0]) | {'params': count}
+      numbers = {'final_loss': [0.1, 0.2], 'final_accuracy': [1.0, 0.9]}
+      numbers |= {name: [[2.0, 1.0]] * 2 for name in ('loss', 'accuracy')}
+      return numbers | {'params': count, 'steps_per_s': 1.0}
 
     with training(stub):
       result = call(workdir, '--study', '--config.model.positions=none')

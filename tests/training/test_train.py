@@ -185,6 +185,10 @@ class KeyedTask:
   vocab_size: int = TASK.vocab_size
   max_len: int = TASK.max_len
 
+  @property
+  def validation(self):
+    return self
+
   def sample(self, key, batch_size):
     self.keys.append(plain(key))
     return TASK.sample(key, batch_size)

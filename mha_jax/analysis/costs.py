@@ -1,0 +1,753 @@
+"""What a model costs: parameters, FLOPs, bytes, and seconds by a roofline.
+
+  shape = stack(attention, 32, mlp=Mlp(14336), vocab_size=128256)
+  shape = decoder_shape(config)               that of a `DecoderLM`, exactly
+  num_params(shape).total                     parameters, by part
+  cache_bytes(shape, length, batch)           what decoding keeps
+  place = Placement(hardware('h100'), devices=8)
+  decode_step(shape, place, length, batch).seconds
+  max_batch(shape, place, length)
+
+A model is any attention config of the library for each layer and what stands
+around it. All follows from tables of einsum strings: a kernel's size is its
+parameters, twice that its FLOPs a token, and the letters h and n (query and
+key/value heads) tell what tensor parallelism splits; what has neither, such as
+MLA's latent, stands on every device.
+
+Latent attention comes in the form that its config names: `form='absorbed'`, or
+'expanded', the naive one that makes the keys and values of all cached tokens at
+every step; 'auto' takes fewer multiplications, as the library does.
+
+Not counted: communication between devices, activations, norms and softmax,
+launches. Times are lower bounds: what is measured is slower.
+
+Source: Austin et al. 2025, How to Scale Your Model (jax-ml.github.io/
+scaling-book), chapters 4 and 7; Pope et al. 2022, Efficiently Scaling
+Transformer Inference; DeepSeek-V2 (2024), section 2.1.
+"""
+
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+from mha_jax.analysis.hardware import Hardware
+from mha_jax.attention import AttentionConfig, Projection, checks
+from mha_jax.attention.projections import Row
+from mha_jax.decoder import DecoderConfig
+
+BYTES = {
+  'fp32': 4.0,
+  'bf16': 2.0,
+  'fp16': 2.0,
+  'fp8': 1.0,
+  'int8': 1.0,
+  'int4': 0.5,
+}
+"""Bytes of a number by dtype; the scales of quantised ones are not counted."""
+SPLITS = ('heads', 'batch')
+
+
+@dataclasses.dataclass(frozen=True)
+class Mlp:
+  """Two matrices, d by f and back; gated ones (SwiGLU, GeGLU) have a third.
+
+  Args:
+    width: f, the hidden features.
+    gated: whether there is a gate.
+    use_bias: whether each matrix adds a bias.
+  """
+
+  width: int
+  gated: bool = True
+  use_bias: bool = False
+
+  def __post_init__(self) -> None:
+    checks.positive('width', self.width)
+
+  def num_params(self, d: int, tokens: float, devices: int = 1) -> float:
+    """Parameters that so many tokens use, on each of the devices."""
+    del tokens  # one uses all
+    width = math.ceil(self.width / devices)
+    into = 2 if self.gated else 1
+    bias = into * width + d if self.use_bias else 0
+    return (into + 1) * d * width + bias
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+  """A mixture of experts: a router, experts it chooses from, and shared ones.
+
+  Args:
+    expert: one of them.
+    routed: experts to choose from.
+    active: of those, how many a token uses.
+    shared: experts that every token uses.
+  """
+
+  expert: Mlp
+  routed: int
+  active: int
+  shared: int = 0
+
+  def __post_init__(self) -> None:
+    checks.positive('routed', self.routed)
+    checks.whole('active', self.active, 1, self.routed)
+    checks.whole('shared', self.shared, 0, 2**31 - 1)
+
+  def num_params(self, d: int, tokens: float, devices: int = 1) -> float:
+    """Parameters that so many tokens use, on each of the devices.
+
+      d E + (shared + E (1 - (1 - active / E)^tokens)) expert
+
+    the expected number of distinct experts when the router chooses evenly:
+    `active` for one token, all for many. Each expert is split over the devices.
+    """
+    missed = (1 - self.active / self.routed) ** tokens
+    experts = self.shared + self.routed * (1 - missed)
+    return d * self.routed + experts * self.expert.num_params(d, 1, devices)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+  """One layer.
+
+  Args:
+    attention: its config.
+    mlp: what follows; None: nothing.
+    window: how many tokens a query sees, itself included; None: all before it.
+    norms: vectors (d,) of the norms beside the attention's own: 2 for pre-norm
+      RMSNorm, 4 with biases or with norms after too.
+  """
+
+  attention: AttentionConfig
+  mlp: Mlp | Experts | None = None
+  window: int | None = None
+  norms: int = 2
+
+  def __post_init__(self) -> None:
+    if self.window is not None:
+      checks.positive('window', self.window)
+
+  def keys(self, length: int) -> int:
+    """How many of so many tokens the last one attends to."""
+    return length if self.window is None else min(length, self.window)
+
+  def pairs(self, length: int, causal: bool = True) -> int:
+    """Pairs of a query and a key that it attends to, in a whole sequence.
+
+    causal: w (w + 1) / 2 + (t - w) w,  w the window or t;  else t w
+    """
+    w = self.keys(length)
+    return w * (w + 1) // 2 + (length - w) * w if causal else length * w
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelShape:
+  """A model.
+
+  Args:
+    layers: from the first to the last.
+    vocab_size: m.
+    tied: whether the output projection is the table of embeddings.
+    positions: learned positions; 0: none.
+    norms: vectors (d,) of norms outside of the layers.
+    causal: False for an encoder.
+
+  Raises:
+    ValueError: there are no layers, or they differ in d_model.
+  """
+
+  layers: tuple[Layer, ...]
+  vocab_size: int
+  tied: bool = False
+  positions: int = 0
+  norms: int = 1
+  causal: bool = True
+
+  def __post_init__(self) -> None:
+    checks.positive('vocab_size', self.vocab_size)
+    widths = {layer.attention.d_model for layer in self.layers}
+    if len(widths) != 1:
+      raise ValueError(
+        f'layers have d_model {sorted(widths)}; give one layer or more, all of '
+        'the same width'
+      )
+
+  @property
+  def d_model(self) -> int:
+    return self.layers[0].attention.d_model
+
+  @functools.cached_property
+  def groups(self) -> tuple[tuple[Layer, int], ...]:
+    """The layers that differ, and how many there are of each."""
+    return tuple(collections.Counter(self.layers).items())
+
+
+def stack(
+  attention: AttentionConfig,
+  num_layers: int,
+  *,
+  vocab_size: int,
+  mlp: Mlp | Experts | None = None,
+  first: Sequence[Mlp | Experts | None] = (),
+  windows: Sequence[int | None] = (None,),
+  layer_norms: int = 2,
+  tied: bool = False,
+  positions: int = 0,
+  norms: int = 1,
+  causal: bool = True,
+) -> ModelShape:
+  """A model of layers with the same attention.
+
+  Args:
+    attention: its config.
+    num_layers: how many.
+    vocab_size: m.
+    mlp: of each layer.
+    first: in place of it in the first layers, such as (Mlp(18432),) * 3.
+    windows: of the layers in turn, over and over: (4096, None) alternates local
+      and global ones.
+    layer_norms: see `Layer`.
+    tied: see `ModelShape`, like those that follow.
+    positions: learned ones.
+    norms: outside of the layers.
+    causal: False for an encoder.
+
+  Raises:
+    ValueError: a number is not positive, or first has too many.
+  """
+  checks.positive('num_layers', num_layers)
+  if len(first) > num_layers or not windows:
+    raise ValueError(
+      f'first has {len(first)} and windows {len(windows)} for num_layers='
+      f'{num_layers}; give no more MLPs than layers, and a window or None'
+    )
+  mlps = [*first, *[mlp] * (num_layers - len(first))]
+  layers = tuple(
+    Layer(attention, mlp, windows[i % len(windows)], layer_norms)
+    for i, mlp in enumerate(mlps)
+  )
+  return ModelShape(layers, vocab_size, tied, positions, norms, causal)
+
+
+def decoder_shape(
+  config: DecoderConfig, windows: Sequence[int | None] = (None,)
+) -> ModelShape:
+  """The shape of a `DecoderLM`: its parameters are exactly as many.
+
+  Args:
+    config: the decoder.
+    windows: of its layers' caches in turn, see `stack`.
+  """
+  mlp = None
+  if config.mlp_dim:
+    mlp = Mlp(config.mlp_dim, gated=False, use_bias=config.use_bias)
+  layers = tuple(
+    Layer(attention, mlp, windows[i % len(windows)], norms=2 if mlp else 1)
+    for i, attention in enumerate(config.attention_configs)
+  )
+  positions = config.max_len if config.positions == 'learned' else 0
+  return ModelShape(layers, config.vocab_size, positions=positions)
+
+
+@dataclasses.dataclass(frozen=True)
+class Params:
+  """Parameters by part.
+
+  Args:
+    attention: projections, and the norms within.
+    mlp: MLPs, experts and routers.
+    norms: between the layers' parts, and the last.
+    embeddings: of tokens and positions, and the output projection.
+    active: those that a token is multiplied by: of the experts the ones it
+      uses, of the embeddings the output projection, not what it looks up.
+  """
+
+  attention: int
+  mlp: int
+  norms: int
+  embeddings: int
+  active: int
+
+  @property
+  def total(self) -> int:
+    return self.attention + self.mlp + self.norms + self.embeddings
+
+
+def num_params(shape: ModelShape) -> Params:
+  """Parameters of a model; of a single layer: `layer_params`."""
+  d = shape.d_model
+  layers = [(layer_params(layer), count) for layer, count in shape.groups]
+  head = shape.vocab_size * d
+  outside = shape.norms * d
+  lookups = shape.positions * d + (0 if shape.tied else head)
+  return Params(
+    attention=sum(x.attention * count for x, count in layers),
+    mlp=sum(x.mlp * count for x, count in layers),
+    norms=sum(x.norms * count for x, count in layers) + outside,
+    embeddings=head + lookups,
+    active=sum(x.active * count for x, count in layers) + outside + head,
+  )
+
+
+def layer_params(layer: Layer) -> Params:
+  """Parameters of one layer."""
+  d = layer.attention.d_model
+  attention = _attention_params(layer.attention)
+  norms = layer.norms * d
+  return Params(
+    attention=attention,
+    mlp=round(_mlp_params(layer, math.inf)),
+    norms=norms,
+    embeddings=0,
+    active=attention + norms + round(_mlp_params(layer, 1)),
+  )
+
+
+def train_flops_per_token(shape: ModelShape, length: int) -> float:
+  """FLOPs of a training step a token, forward and backward.
+
+    6 N + 3 sum over layers of 2 h (k + v) pairs / t
+
+  N the active parameters; causal attention has pairs / t = (t + 1) / 2, else t,
+  where 2 h (k + v) t = 4 h k t and the whole 6 N + 12 layers h k t.
+
+  Args:
+    shape: the model.
+    length: t, tokens of a sequence.
+
+  Source: Chowdhery et al. 2022, PaLM, appendix B (not causal).
+  """
+  checks.positive('length', length)
+  core = _core_flops(shape, length)
+  return 6 * num_params(shape).active + 3 * core / length
+
+
+def prefill_flops(shape: ModelShape, length: int, batch: int = 1) -> float:
+  """FLOPs to read prompts, with logits of the last token alone.
+
+    b (2 N_layers t + 2 m d + sum over layers of 2 h (k + v) pairs)
+
+  Args:
+    shape: the model.
+    length: t, tokens of a prompt.
+    batch: b, prompts.
+  """
+  _check(length, batch)
+  head = shape.vocab_size * shape.d_model
+  body = num_params(shape).active - head
+  return batch * (2 * body * length + 2 * head + _core_flops(shape, length))
+
+
+def decode_flops(shape: ModelShape, length: int, batch: int = 1) -> float:
+  """FLOPs to decode one token of each sequence.
+
+    b (2 N + sum over layers of 2 h (k + v) s),  s = min(length, window)
+
+  Absorbed latent attention has (r + p) + r for k + v; expanded, the keys and
+  values of the other s - 1 tokens are made again: 2 r h (k + v) each.
+
+  Args:
+    shape: the model.
+    length: tokens of a sequence, the new one included.
+    batch: b, sequences.
+  """
+  _check(length, batch)
+  core = sum(
+    count * _attention_step(layer, length)[0] for layer, count in shape.groups
+  )
+  return batch * (2 * num_params(shape).active + core)
+
+
+def cache_elements(shape: ModelShape, length: int = 1, batch: int = 1) -> int:
+  """What decoding keeps, in elements; the default is that of one token.
+
+    b sum over layers of elements min(length, window)
+
+  Args:
+    shape: the model.
+    length: tokens of a sequence.
+    batch: b, sequences.
+  """
+  _check(length, batch)
+  return batch * sum(
+    count * layer.attention.cache_elements * layer.keys(length)
+    for layer, count in shape.groups
+  )
+
+
+def cache_bytes(
+  shape: ModelShape, length: int = 1, batch: int = 1, dtype: str = 'bf16'
+) -> float:
+  """What decoding keeps, in bytes; see `cache_elements`."""
+  return cache_elements(shape, length, batch) * itemsize('dtype', dtype)
+
+
+def score_bytes(
+  attention: AttentionConfig, length: int, batch: int = 1, dtype: str = 'fp32'
+) -> float:
+  """Bytes of the attention matrix of the exact form, a layer: b h t^2."""
+  _check(length, batch)
+  scores = batch * attention.num_heads * length**2
+  return scores * itemsize('dtype', dtype)
+
+
+def decode_intensity(
+  attention: AttentionConfig, length: int = 4096, dtype: str = 'bf16'
+) -> float:
+  """FLOPs of decoding attention a byte of cache that it reads.
+
+    2 h (k + v) / (elements bytes),  absorbed: 2 h (2 r + p) / ((r + p) bytes)
+
+  In bf16 MHA has 1, GQA h / n, MQA h. Where it is below `Hardware.ridge`,
+  attention waits for memory.
+
+  Args:
+    attention: its config.
+    length: tokens, which only the expanded form of latent attention depends on.
+    dtype: of the cache.
+  """
+  _check(length, 1)
+  flops, elements = _attention_step(Layer(attention), length)
+  return flops / (elements * itemsize('dtype', dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+  """Where and how a model runs.
+
+  Args:
+    hardware: each device.
+    devices: ways of tensor parallelism. Query and key/value heads, hidden
+      features and vocabulary are split; past n ways key/value heads are
+      replicated, what has no heads (MLA's latent) stands on every device.
+    param_dtype: of the weights, a name in `BYTES`.
+    cache_dtype: of the cache.
+    split: how the cache is split: 'heads', or 'batch': by heads as far as they
+      go and beyond that by sequences, so that nothing is replicated (Pope et
+      al.'s optimised multi-query; data-parallel attention of MLA). Weights are
+      split as with 'heads'.
+
+  Raises:
+    ValueError: devices is not positive, or a name is unknown.
+  """
+
+  hardware: Hardware
+  devices: int = 1
+  param_dtype: str = 'bf16'
+  cache_dtype: str = 'bf16'
+  split: str = 'heads'
+
+  def __post_init__(self) -> None:
+    checks.positive('devices', self.devices)
+    itemsize('param_dtype', self.param_dtype)
+    itemsize('cache_dtype', self.cache_dtype)
+    if self.split not in SPLITS:
+      raise ValueError(f'split={self.split!r} must be in {SPLITS}')
+
+  def ways(self, attention: AttentionConfig) -> tuple[int, int]:
+    """Ways that the cache is split by heads and by sequences."""
+    if self.split == 'heads':
+      return self.devices, 1
+    heads = max(heads for heads, _ in attention.entry_shapes)
+    by_heads = math.gcd(heads, self.devices)
+    return by_heads, self.devices // by_heads
+
+
+def weight_bytes(shape: ModelShape, place: Placement) -> float:
+  """Bytes of the weights on each device."""
+  body, head = _device_params(shape, place.devices, math.inf)
+  lookups = shape.positions * shape.d_model + (0 if shape.tied else head)
+  return (body + head + lookups) * BYTES[place.param_dtype]
+
+
+def device_cache_bytes(
+  shape: ModelShape, place: Placement, length: int, batch: int = 1
+) -> float:
+  """Bytes of the cache on each device, of the fullest one."""
+  _check(length, batch)
+  total = 0
+  for layer, count in shape.groups:
+    by_heads, by_batch = place.ways(layer.attention)
+    elements = _device_elements(layer.attention, by_heads) * layer.keys(length)
+    total += count * math.ceil(batch / by_batch) * elements
+  return total * BYTES[place.cache_dtype]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+  """A decoding step on each device, which all take as long.
+
+    seconds = max(linear FLOPs / flops, weights / bandwidth)
+              + max(attention FLOPs / flops, cache / bandwidth)
+
+  The second is the cache's read unless the attention's intensity exceeds the
+  hardware's, as MLA's may.
+
+  Args:
+    hardware: the device.
+    batch: sequences, each of which gets a token.
+    weight_bytes: read of the weights, once for all sequences.
+    linear_flops: of the products with them.
+    cache_bytes: read of the caches of all sequences; in the expanded form of
+      latent attention also keys and values, written and read.
+    attention_flops: of the products with them.
+
+  Source: Austin et al. 2025, How to Scale Your Model, chapter 7, theoretical
+  step time (general), where attention is taken to wait for memory always.
+  """
+
+  hardware: Hardware
+  batch: int
+  weight_bytes: float
+  linear_flops: float
+  cache_bytes: float
+  attention_flops: float
+
+  @property
+  def parts(self) -> dict[str, float]:
+    """Seconds of each part; the larger of the first and last two count."""
+    flops, bandwidth = self.hardware.flops, self.hardware.bandwidth
+    return {
+      'weights': self.weight_bytes / bandwidth,
+      'compute': self.linear_flops / flops,
+      'cache': self.cache_bytes / bandwidth,
+      'attention': self.attention_flops / flops,
+    }
+
+  @property
+  def seconds(self) -> float:
+    parts = self.parts
+    linear = max(parts['weights'], parts['compute'])
+    return linear + max(parts['cache'], parts['attention'])
+
+  @property
+  def bound(self) -> str:
+    """The part that takes the longest."""
+    return max(self.parts, key=self.parts.__getitem__)
+
+  @property
+  def tokens_per_second(self) -> float:
+    return self.batch / self.seconds
+
+
+def decode_step(
+  shape: ModelShape, place: Placement, length: int, batch: int = 1
+) -> Step:
+  """What decoding one token of each sequence takes.
+
+  Args:
+    shape: the model.
+    place: where it runs.
+    length: tokens of a sequence, the new one included.
+    batch: sequences.
+  """
+  _check(length, batch)
+  read, head = _device_params(shape, place.devices, batch)
+  used, _ = _device_params(shape, place.devices, 1)
+  flops, elements = 0.0, 0.0
+  for layer, count in shape.groups:
+    by_heads, by_batch = place.ways(layer.attention)
+    each = _attention_step(layer, length, by_heads)
+    sequences = count * math.ceil(batch / by_batch)
+    flops += sequences * each[0]
+    elements += sequences * each[1]
+  return Step(
+    place.hardware,
+    batch,
+    weight_bytes=(read + head) * BYTES[place.param_dtype],
+    linear_flops=2.0 * batch * (used + head),
+    cache_bytes=elements * BYTES[place.cache_dtype],
+    attention_flops=flops,
+  )
+
+
+def prefill_seconds(
+  shape: ModelShape, place: Placement, length: int, batch: int = 1
+) -> float:
+  """Seconds to read prompts: the larger of computing and moving bytes.
+
+    max(FLOPs / flops, (weights read + cache written) / bandwidth)
+
+  Args:
+    shape: the model.
+    place: where it runs.
+    length: tokens of a prompt.
+    batch: prompts.
+  """
+  cache = device_cache_bytes(shape, place, length, batch)
+  read, _ = _device_params(shape, place.devices, batch * length)
+  used, head = _device_params(shape, place.devices, 1)
+  core = _core_flops(shape, length, place.devices)
+  flops = batch * (2 * used * length + 2 * head + core)
+  moved = (read + head) * BYTES[place.param_dtype] + cache
+  return max(flops / place.hardware.flops, moved / place.hardware.bandwidth)
+
+
+def max_batch(
+  shape: ModelShape,
+  place: Placement,
+  length: int,
+  cache_memory: float | None = None,
+) -> int:
+  """The most sequences of a length whose caches fit; 0: not one.
+
+  Args:
+    shape: the model.
+    place: where it runs.
+    length: tokens of a sequence.
+    cache_memory: bytes of each device for the cache; None: what the weights
+      leave.
+  """
+  room = _room(shape, place, cache_memory)
+  most = _most(lambda x: device_cache_bytes(shape, place, length, x) <= room)
+  assert most is not None  # a sequence takes at least an element
+  return most
+
+
+def max_context(
+  shape: ModelShape,
+  place: Placement,
+  batch: int = 1,
+  cache_memory: float | None = None,
+) -> int | None:
+  """The most tokens of each sequence whose caches fit; 0: not one.
+
+  Args:
+    shape: the model.
+    place: where it runs.
+    batch: sequences.
+    cache_memory: bytes of each device for the cache; None: what the weights
+      leave.
+
+  Returns:
+    Tokens; None: any number, since every layer has a window and they fit.
+  """
+  room = _room(shape, place, cache_memory)
+  return _most(lambda x: device_cache_bytes(shape, place, x, batch) <= room)
+
+
+def itemsize(name: str, dtype: str) -> float:
+  """The bytes of a dtype; a ValueError that names the argument for others."""
+  if dtype not in BYTES:
+    raise ValueError(f'{name}={dtype!r} must be in {tuple(BYTES)}')
+  return BYTES[dtype]
+
+
+def _check(length: int, batch: int) -> None:
+  checks.positive('length', length)
+  checks.positive('batch', batch)
+
+
+def _row_params(row: Row, devices: int) -> int:
+  """Parameters of a row on each device: h and n are split."""
+  if not isinstance(row, Projection):
+    return row.num_params
+  sizes = {
+    letter: math.ceil(size / devices) if letter in 'hn' else size
+    for letter, size in dict(row.sizes).items()
+  }
+  kernel = math.prod(sizes[x] for x in row.kernel_letters)
+  bias = math.prod(sizes[x] for x in row.bias_letters)
+  return kernel + (bias if row.use_bias else 0)
+
+
+@functools.lru_cache(maxsize=4096)
+def _attention_params(attention: AttentionConfig, devices: int = 1) -> int:
+  """Parameters of an attention on each device."""
+  return sum(_row_params(row, devices) for row in attention.table.values())
+
+
+def _mlp_params(layer: Layer, tokens: float, devices: int = 1) -> float:
+  """Parameters of its MLP that so many tokens use, on each device."""
+  if layer.mlp is None:
+    return 0
+  return layer.mlp.num_params(layer.attention.d_model, tokens, devices)
+
+
+def _device_params(
+  shape: ModelShape, devices: int, tokens: float
+) -> tuple[float, int]:
+  """Parameters that so many tokens use on each device: layers, and output."""
+  d = shape.d_model
+  body: float = shape.norms * d
+  for layer, count in shape.groups:
+    attention = _attention_params(layer.attention, devices)
+    mlp = _mlp_params(layer, tokens, devices)
+    body += count * (attention + mlp + layer.norms * d)
+  return body, math.ceil(shape.vocab_size / devices) * d
+
+
+def _device_elements(attention: AttentionConfig, devices: int) -> int:
+  """Elements of a token's entries on each device: heads are split."""
+  return sum(
+    math.ceil(heads / devices) * features
+    for heads, features in attention.entry_shapes
+  )
+
+
+def _head_widths(attention: AttentionConfig, expanded: bool) -> tuple[int, int]:
+  """Features that a score and an output of a head sum over: k and v."""
+  if attention.keeps_latent and not expanded:
+    features = [x for _, x in attention.entry_shapes]
+    return sum(features), features[0]
+  out = attention.table['out']
+  assert isinstance(out, Projection)
+  return attention.qk_head_dim, dict(out.sizes)['v']
+
+
+def _core_flops(shape: ModelShape, length: int, devices: int = 1) -> float:
+  """FLOPs of scores and outputs of a whole sequence, on each device."""
+  total = 0.0
+  for layer, count in shape.groups:
+    attention = layer.attention
+    k, v = _head_widths(attention, attention.expands(length, length))
+    heads = math.ceil(attention.num_heads / devices)
+    pairs = layer.pairs(length, shape.causal)
+    total += count * 2 * heads * (k + v) * pairs
+  return total
+
+
+def _attention_step(
+  layer: Layer, length: int, devices: int = 1
+) -> tuple[float, float]:
+  """FLOPs of a new token's attention and elements read, on each device."""
+  attention, keys = layer.attention, layer.keys(length)
+  expanded = attention.expands(1, keys)
+  k, v = _head_widths(attention, expanded)
+  heads = math.ceil(attention.num_heads / devices)
+  flops = 2.0 * heads * (k + v) * keys
+  elements = _device_elements(attention, devices) * keys
+  if expanded:
+    ups = [
+      row
+      for row in attention.table.values()
+      if isinstance(row, Projection) and row.contracted == 'r'
+    ]
+    flops += 2.0 * (keys - 1) * sum(_row_params(x, devices) for x in ups)
+    made = [math.prod(x.bias_shape) // attention.num_heads for x in ups]
+    elements += 2 * keys * heads * sum(made)  # written, and read again
+  return flops, elements
+
+
+def _room(
+  shape: ModelShape, place: Placement, cache_memory: float | None
+) -> float:
+  """Bytes of each device for the cache."""
+  if cache_memory is None:
+    return place.hardware.memory - weight_bytes(shape, place)
+  checks.real('cache_memory', cache_memory, 0, math.inf)
+  return cache_memory
+
+
+def _most(fits: Callable[[int], bool]) -> int | None:
+  """The largest number that fits, of those below 2^31; None: all do."""
+  low, high = 0, 2**31
+  if fits(high - 1):
+    return None
+  while high - low > 1:
+    middle = (low + high) // 2
+    low, high = (middle, high) if fits(middle) else (low, middle)
+  return low
