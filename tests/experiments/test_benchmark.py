@@ -1,6 +1,5 @@
 """experiments.benchmark: every suite runs, resumes, and refuses nonsense."""
 
-import functools
 import json
 import pathlib
 import tempfile
@@ -61,7 +60,7 @@ class BenchmarkTest(parameterized.TestCase):
     for f in (0, 11):
       model = DecoderConfig(13, 7, 6, num_layers=2, num_heads=3, mlp_dim=f)
       peer = nnx.eval_shape(
-        functools.partial(decoder.NnxDecoder, model, nnx.Rngs(0))
+        lambda model=model: decoder.NnxDecoder(model, nnx.Rngs(0))
       )
       ours, linen = (
         jax.eval_shape(x.init, jax.random.key(0), tokens)
