@@ -35,6 +35,7 @@ class ReadmeTest(parameterized.TestCase):
     # What the comments in the blocks claim.
     self.assertEqual(names['cache'].nbytes_per_token, 80)
     self.assertEqual(names['tokens'].shape, (2, 8))
+    self.assertEqual(names['smaller'].num_heads, 6)
     self.assertEqual(names['weights'].shape, (2, 8, 10, 10))
     self.assertEqual(names['num_params'](names['config'].table), 10400)
 
