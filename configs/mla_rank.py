@@ -7,7 +7,7 @@
 Two layers, d_model = 64, 8 heads of 8, MLPs of 256. The text is bytes of plays
 (extra `text`; --config.task.path=FILE for another). Variants, joined by commas:
 
-  full  1,000 steps for 300
+  full  600 steps for 300
   copy  copying 32 symbols of 32 instead of text
   tiny  seconds long
 """
@@ -32,7 +32,7 @@ def get_config(variants: str = '') -> ConfigDict:
     config.task.length = 64
     config.train.update({'steps': 300, 'batch_size': 16})
   if 'full' in chosen:
-    config.train.update({'steps': 1000, 'steps_per_dispatch': 50})
+    config.train.update({'steps': 600, 'steps_per_dispatch': 50})
   if 'tiny' in chosen:
     base.make_tiny(config)
     config.model.update({'num_heads': 2, 'mlp_dim': 8})
