@@ -9,7 +9,7 @@ Two layers, d_model = 64, 8 heads of 8, MLPs of 256. The text is bytes of plays
 
   full  600 steps for 300
   copy  copying 32 symbols of 32 instead of text
-  tiny  seconds long
+  tiny  copying 4 symbols, seconds long
 """
 
 from ml_collections import ConfigDict
@@ -26,7 +26,8 @@ def get_config(variants: str = '') -> ConfigDict:
     raise ValueError(f'config variants {chosen}: full or tiny, not both')
   on_text = 'copy' not in chosen and 'tiny' not in chosen
   config = text.get_config() if on_text else copy_task.get_config()
-  config.name = '-'.join(['text' if on_text else 'copy', *chosen])
+  kind = 'text' if on_text else 'copy'
+  config.name = '-'.join([kind, *(x for x in chosen if x != 'copy')])
   config.model.update({'num_layers': 2, 'num_heads': 8, 'mlp_dim': 256})
   if on_text:
     config.task.length = 64

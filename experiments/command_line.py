@@ -58,6 +58,9 @@ def run(
     sys.exit(main(settings))
   except (OSError, RecordError, JaxRuntimeError) as error:
     _refuse(error)
+  except FloatingPointError as error:
+    print(f'failed: {error}', file=sys.stderr)
+    sys.exit(1)
   except KeyboardInterrupt:
     print('SIGINT: stopped', file=sys.stderr)
     sys.exit(130)

@@ -32,7 +32,7 @@ def sweep_heads(
   """Loss curves and steps to the threshold, by head count.
 
   Args:
-    rows: finished points, see `experiments.sweep_heads.train_seeds`.
+    rows: finished points, see `experiments.points.train_seeds`.
     summaries: of the same points, see `experiments.reports.summarise`.
     threshold: the loss (nats) that speed is measured to.
     title: what was trained.
@@ -99,22 +99,26 @@ def study(
     axes[1][0].set_ylabel(f'steps to loss < {threshold:g}')
     seeds = curves[0].summaries[0]['seeds']
     figure.suptitle(
-      f'{title}, {seeds} seed{"s" * (seeds > 1)}: median and range; no mark: '
-      'most seeds never get there in the steps given (dashed)',
+      f'{title}, {seeds} seed{"s" * (seeds > 1)}: median and range; triangle: '
+      'a seed never gets there in the steps given (dashed)',
       fontsize=11,
     )
     figure.savefig(path, dpi=150)
 
 
 def _median_and_range(axes: Axes, curve: Curve, name: str, color: str) -> None:
-  """A line of medians in the band of the range; infinity is not drawn."""
+  """Medians with ranges; a triangle at the budget where a seed never ends.
+
+  A median that is infinite is not drawn.
+  """
+  budget = curve.summaries[0]['steps']
   heads = np.asarray([s['n_heads'] for s in curve.summaries])
   median, low, high = (
     np.asarray([s[f'{name}_{part}'] for s in curve.summaries])
     for part in ('median', 'min', 'max')
   )
-  known = np.isfinite(median)
-  top = np.where(np.isfinite(high), high, median)
+  known, never = np.isfinite(median), np.isinf(high)
+  top = np.where(never, budget, high)
   axes.errorbar(
     heads[known],
     median[known],
@@ -124,6 +128,13 @@ def _median_and_range(axes: Axes, curve: Curve, name: str, color: str) -> None:
     capsize=3,
     color=color,
     label=curve.label,
+  )
+  axes.plot(
+    heads[never],
+    np.full(never.sum(), budget),
+    ls='none',
+    marker='^',
+    color=color,
   )
 
 
@@ -307,6 +318,7 @@ def _difference(
 def probe_heads(
   maps: Sequence[Any],
   rows: Sequence[dict[str, Any]],
+  divergences: Sequence[Any],
   title: str,
   path: pathlib.Path,
 ) -> None:
@@ -315,6 +327,7 @@ def probe_heads(
   Args:
     maps: (b, h, t, t) of each layer.
     rows: of each head, see `experiments.probe_heads.score`.
+    divergences: (h, h) of each layer, in bits.
     title: the setting.
     path: the PNG to write.
   """
@@ -331,15 +344,15 @@ def probe_heads(
       name = f'\n{row["name"]}' if row['name'] else ''
       _map(axes[layer][head], maps[layer][0, head], f'{layer}.{head}{name}')
     for layer, line in enumerate(axes):
-      divergence = probing.js_divergence(maps[layer])
-      _map(line[-2], divergence, f'layer {layer}:\nJS divergence')
+      _map(line[-2], divergences[layer], 'JS divergence\nof heads')
       _map(line[-1], rollouts[layer][0], f'rollout to\nlayer {layer}')
     image = axes[0][0].images[0]
     figure.colorbar(
       image, ax=axes, shrink=0.6, label='weight; divergence in bits'
     )
     figure.suptitle(
-      f'{title}\nqueries down, keys across; darker is more', fontsize=10
+      f'{title}\nan example: queries down, keys across; darker is more',
+      fontsize=10,
     )
     figure.savefig(path, dpi=150)
 

@@ -8,8 +8,9 @@ Looks into a recorded run, or trains the model of the config first. Scores come
 from mha_jax.analysis.probing, which says what each is: duplicate tokens and
 prefix matching on repeated random sequences, the others on validation
 examples. Beside them stands what the loss does without the head. Prints a table
-and writes results.csv, probe_heads.png and probe_heads.html, a page to look at
-single tokens with, into the workdir.
+and writes results.csv, divergence.csv (between heads of a layer),
+probe_heads.png and probe_heads.html, a page to look at single tokens with, into
+the workdir.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ import pathlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
@@ -65,7 +67,7 @@ def parse() -> Settings:
 
 def main(chosen: Settings) -> int:
   if chosen.run is None:
-    models, stopped_by = trained.train_seeds(chosen.config, 1, chosen.workdir)
+    models, stopped_by = trained.train_models(chosen.config, 1, chosen.workdir)
     if stopped_by is not None:
       return command_line.exit_code(stopped_by)
     (model,) = models
@@ -77,31 +79,27 @@ def main(chosen: Settings) -> int:
   return 0
 
 
-def _batch(model: trained.Model, batch_size: int) -> Batch:
-  """Validation examples."""
-  key = jax.random.fold_in(jax.random.key(model.experiment.train.seed), 1)
-  return model.experiment.task.validation.sample(key, batch_size)
-
-
 def score(model: trained.Model, batch_size: int) -> list[dict[str, Any]]:
   """A row for each head: scores, its name, and the loss without it.
 
   The `ablation` columns are what the loss of the validation batch gains, in
   nats, when the head's output is replaced by zero or by its mean.
   """
-  experiment, params = model.experiment, model.params
-  config, task = experiment.model, experiment.task.validation
-  key = jax.random.key(experiment.train.seed)
-  batch = _batch(model, batch_size)
+  config, params = model.experiment.model, model.params
+  task = model.experiment.task
+  batch = trained.batch(model, 0, batch_size)
+  length = max(2, task.max_len // 2)
   repeats = probing.repeated_tokens(
-    jax.random.fold_in(key, 2),
+    jax.random.key(model.experiment.train.seed),
     batch_size,
-    max(2, task.max_len // 2),
-    task.first_symbol,
-    config.vocab_size,
+    length,
+    task.symbols,
   )
-  rows = probing.head_scores(config, params, batch.inputs, task.separators)
-  repeated = probing.head_scores(config, params, repeats)
+  again = jnp.broadcast_to(jnp.arange(2 * length) >= length, repeats.shape)
+  rows = probing.head_scores(
+    config, params, batch.inputs, task.separators, pruning.seen(batch)
+  )
+  repeated = probing.head_scores(config, params, repeats, queries=again)
   for row, on_repeats in zip(rows, repeated, strict=True):
     row |= {name: on_repeats[name] for name in ON_REPEATS}
   for kind in pruning.KINDS:
@@ -113,6 +111,23 @@ def score(model: trained.Model, batch_size: int) -> list[dict[str, Any]]:
   return rows
 
 
+def divergences(
+  model: trained.Model, batch: Batch
+) -> tuple[list[jax.Array], list[dict[str, Any]]]:
+  """The divergence (h, h) of each layer's heads in bits, and as rows."""
+  maps = probing.attention_maps(
+    model.experiment.model, model.params, batch.inputs
+  )
+  queries = pruning.seen(batch)
+  layers = [probing.js_divergence(x, queries) for x in maps]
+  rows = [
+    {'layer': layer, 'head': i, 'other': j, 'bits': float(x[i, j])}
+    for layer, x in enumerate(layers)
+    for i, j in np.ndindex(x.shape)
+  ]
+  return layers, rows
+
+
 def effect(
   name: str, rows: list[dict[str, Any]], model: trained.Model, batch_size: int
 ) -> str:
@@ -120,7 +135,7 @@ def effect(
   config, params = model.experiment.model, model.params
   own = [row for row in rows if row['name'] == name]
   gates = [np.ones(x.num_heads) for x in config.attention_configs]
-  batch = _batch(model, batch_size)
+  batch = trained.batch(model, 0, batch_size)
   loss = pruning.loss_with_gates(config, params, batch, gates)
   for row in own:
     gates[row['layer']][row['head']] = 0
@@ -129,9 +144,10 @@ def effect(
   others = [row['ablation_zero'] for row in rows if row not in own]
   heads = ', '.join(f'{row["layer"]}.{row["head"]}' for row in own)
   alone = f'{min(each):.3f} to {max(each):.3f} without one of them'
+  another = f', up to {max(others):.3f} without another head' if others else ''
   return (
     f'{name}: {heads}. The loss gains {float(gain):.3f} nats without all of '
-    f'them, {alone}, up to {max(others, default=0):.3f} without another head.'
+    f'them, {alone}{another}.'
   )
 
 
@@ -139,21 +155,19 @@ def report(
   rows: list[dict[str, Any]], model: trained.Model, chosen: Settings
 ) -> None:
   """Prints the table and the caution; writes CSV, figure and page."""
-  config, task = model.experiment.model, model.experiment.task.validation
-  inputs = _batch(model, chosen.examples).inputs
+  config, task = model.experiment.model, model.experiment.task
+  inputs = trained.batch(model, 0, chosen.examples).inputs
   maps = probing.attention_maps(config, model.params, inputs)
-  setting = (
-    f'{task.kind} task, {config.attention}, {config.num_layers} layers, '
-    f'd_model = {config.d_model}, step {model.step}, seed '
-    f'{model.experiment.train.seed}'
-  )
+  layers, pairs = divergences(model, trained.batch(model, 0, chosen.batch_size))
+  setting = trained.described(model)
   Console().print(_table(rows, setting))
   for name in sorted({row['name'] for row in rows} - {''}):
     print(effect(name, rows, model, chosen.batch_size))
   print(CAUTION)
   record.write_csv(chosen.workdir / 'results.csv', rows)
+  record.write_csv(chosen.workdir / 'divergence.csv', pairs)
   figure = chosen.workdir / 'probe_heads.png'
-  figures.probe_heads(maps, rows, setting, figure)
+  figures.probe_heads(maps, rows, layers, setting, figure)
   html = chosen.workdir / 'probe_heads.html'
   texts = [[task.token_text(int(x)) for x in row] for row in inputs]
   page.write_page(

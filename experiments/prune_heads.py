@@ -69,13 +69,16 @@ def parse() -> Settings:
   else:
     settings.recorded_experiment(run)
   name = run.name if run else config.name
-  workdir = settings.workdir_from(flags.FLAGS.workdir, f'prune_heads-{name}')
+  kind = '' if KIND.value == 'zero' else f'-{KIND.value}'
+  workdir = settings.workdir_from(
+    flags.FLAGS.workdir, f'prune_heads-{name}{kind}'
+  )
   return Settings(run, config, workdir)
 
 
 def main(chosen: Settings) -> int:
   if chosen.run is None:
-    models, stopped_by = trained.train_seeds(
+    models, stopped_by = trained.train_models(
       chosen.config, MODELS.value, chosen.workdir
     )
     if stopped_by is not None:
@@ -85,26 +88,20 @@ def main(chosen: Settings) -> int:
   chosen.workdir.mkdir(parents=True, exist_ok=True)
   curves = [row for model in models for row in removal_curves(model)]
   pruned = [prune(model) for model in models]
-  report(curves, pruned, chosen)
+  report(models, curves, pruned, chosen)
   return 0
-
-
-def _batches(model: trained.Model) -> list[Any]:
-  """Validation examples to rank by, and others to measure on."""
-  key = jax.random.key(model.experiment.train.seed)
-  task = model.experiment.task.validation
-  keys = [jax.random.fold_in(key, i) for i in (1, 2)]
-  return [task.sample(key, BATCH_SIZE.value) for key in keys]
 
 
 def removal_curves(model: trained.Model) -> list[dict[str, Any]]:
   """Losses after 0, 1, 2, ... heads are gone, by each order."""
   config, params = model.experiment.model, model.params
-  ranked, measured = _batches(model)
+  ranked, measured = (trained.batch(model, i, BATCH_SIZE.value) for i in (0, 1))
   kind = KIND.value
-  importance = pruning.head_importance(config, params, ranked)
+  importance = pruning.head_importance(config, params, ranked, kind=kind)
   oracle, _ = pruning.ablation_losses(config, params, ranked, kind)
-  keys = jax.random.split(jax.random.key(0), ORDERS.value)
+  keys = jax.random.split(
+    jax.random.key(model.experiment.train.seed), ORDERS.value
+  )
   scores = [('importance', importance), ('oracle', oracle)]
   scores += [('random', jax.random.uniform(x, oracle.shape)) for x in keys]
   rows = []
@@ -122,8 +119,8 @@ def removal_curves(model: trained.Model) -> list[dict[str, Any]]:
 def prune(model: trained.Model) -> dict[str, Any]:
   """The model with and without the share of least important heads."""
   config, params = model.experiment.model, model.params
-  ranked, measured = _batches(model)
-  scores = pruning.head_importance(config, params, ranked)
+  ranked, measured = (trained.batch(model, i, BATCH_SIZE.value) for i in (0, 1))
+  scores = pruning.head_importance(config, params, ranked, kind=KIND.value)
   keep = pruning.keep_most(config, scores, 1 - SHARE.value)
   gates = jnp.asarray(keep, jnp.float32)
   smaller, fewer = pruning.prune_heads(config, params, list(keep))
@@ -135,6 +132,7 @@ def prune(model: trained.Model) -> dict[str, Any]:
   gated = jax.jit(whole.apply)({'params': params}, inputs, head_gates=gates)
   difference: Any = jnp.abs(runs['pruned']() - gated)
   loss = jax.jit(pruning.loss_with_gates, static_argnums=0)
+  none_closed = [jnp.ones(x.num_heads) for x in smaller.attention_configs]
   seconds = timing.interleaved(runs, ROUNDS)
   assert seconds is not None  # nothing asks it to stop
   return {
@@ -142,7 +140,7 @@ def prune(model: trained.Model) -> dict[str, Any]:
     'heads': keep.size,
     'heads_kept': int(keep.sum()),
     'loss': float(loss(config, params, measured, jnp.ones(keep.shape))),
-    'loss_pruned': float(loss(config, params, measured, gates)),
+    'loss_pruned': float(loss(smaller, fewer, measured, none_closed)),
     'error': float(jnp.max(difference) / jnp.max(jnp.abs(gated))),
     'params': _size(params),
     'params_pruned': _size(fewer),
@@ -162,10 +160,15 @@ def _bytes_per_token(config: DecoderConfig) -> int:
 
 
 def report(
-  curves: list[dict[str, Any]], pruned: list[dict[str, Any]], chosen: Settings
+  models: list[trained.Model],
+  curves: list[dict[str, Any]],
+  pruned: list[dict[str, Any]],
+  chosen: Settings,
 ) -> None:
   """Prints both tables; writes CSVs and figure."""
   console = Console()
+  for model in models:
+    print(trained.described(model))
   console.print(_curve_table(curves))
   console.print(_pruned_table(pruned))
   record.write_csv(chosen.workdir / 'results.csv', curves)
@@ -205,13 +208,13 @@ def _pruned_table(pruned: list[dict[str, Any]]) -> Table:
   """The pruned models beside the whole ones."""
   caption = (
     'whole to pruned, a seed a row; bytes: of the cache a token; error: of '
-    'the logits against the model with gates, relative; speed: forward passes, '
-    'median and quartiles'
+    'the logits against the model with gates, relative; speed of forward '
+    'passes, median and quartiles'
   )
   table = Table(caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
   for name in ('heads', 'loss', 'params', 'bytes', 'error'):
     table.add_column(name, justify='right', no_wrap=True)
-  table.add_column('speed', justify='right', no_wrap=True)
+  table.add_column('times as fast', justify='right', no_wrap=True)
   for x in pruned:
     table.add_row(
       f'{x["heads"]} to {x["heads_kept"]}',

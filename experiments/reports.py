@@ -20,7 +20,7 @@ def summarise(row: dict[str, Any], threshold: float) -> Summary:
   """One line of the table: medians and ranges over seeds.
 
   Args:
-    row: a finished point, see `sweep_heads.train_seeds`.
+    row: a finished point, see `points.train_seeds`.
     threshold: the loss that steps are counted to.
   """
   steps = [steps_to(losses, threshold) for losses in row['loss']]
@@ -44,13 +44,13 @@ def steps_to(losses: Sequence[float], threshold: float) -> float:
 
 
 def spread(name: str, values: Sequence[float]) -> dict[str, float]:
-  """Median, least and greatest; of an even number the upper median.
+  """Median, least and greatest.
 
-  The upper one, since the mean of a number and infinity says nothing.
+  Between a number and infinity the median is infinity: half never get there.
   """
   ordered = sorted(values)
   return {
-    f'{name}_median': ordered[len(ordered) // 2],
+    f'{name}_median': float(np.median(ordered)),
     f'{name}_min': ordered[0],
     f'{name}_max': ordered[-1],
   }

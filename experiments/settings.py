@@ -8,6 +8,7 @@ from ml_collections import ConfigDict
 
 from mha_jax.decoder import DecoderConfig
 from mha_jax.tasks import TASKS, Task
+from mha_jax.training import record
 from mha_jax.training.train import Experiment, OptimizerConfig, TrainConfig
 
 SECTIONS = ('name', 'task', 'model', 'optimizer', 'train')
@@ -78,7 +79,15 @@ def recorded_experiment(workdir: pathlib.Path) -> Experiment:
   check_sections(config)
   sizes = ('vocab_size', 'max_len')  # the task's
   config.model = {k: x for k, x in config.model.items() if k not in sizes}
-  return experiment_from(config)
+  task = {k: x for k, x in config.task.items() if k != 'digest'}
+  config.task = ConfigDict(task)
+  experiment = experiment_from(config)
+  if record.as_json(experiment.task) != saved['task']:
+    raise ValueError(
+      f'{path}: the text has changed since the run; task.path='
+      f'{task.get("path")!r} must hold what it held then'
+    )
+  return experiment
 
 
 def workdir_from(flag: str | None, name: str) -> pathlib.Path:

@@ -38,6 +38,7 @@ from experiments.points import (
   train_points,
 )
 from mha_jax.attention import checks
+from mha_jax.tasks import CopyTask
 from mha_jax.training import record, train
 
 N_HEADS = flags.DEFINE_list(
@@ -107,7 +108,7 @@ def make_sweep(
   experiments = [_experiment(config, h) for h in sorted(set(heads))]
   if equal:
     experiments = equal_params(experiments)
-  seeds = seeds_from(experiments[0].train.seed, SEEDS.value)
+  seeds = seeds_from('--seeds', experiments[0].train.seed, SEEDS.value)
   points = []
   for x in experiments:
     h, size = x.model.num_heads, x.model.attention_config.qk_head_dim
@@ -132,11 +133,18 @@ def study(config: ConfigDict) -> tuple[Sweep, ...]:
   length; answers that need two sources, with the controls; variable lengths,
   with one layer and with two, for three times as long.
   """
-  plain = ('min_length', 'pairs')
-  if 'num_symbols' not in config.task or any(config.task[x] for x in plain):
+  task = settings.experiment_from(config).task
+  plain = isinstance(task, CopyTask) and not task.pairs
+  if not (plain and task.min_length is None):
     raise ValueError('--study wants a plain copy task: configs/copy_task.py')
+  if EQUAL_PARAMS.value or config.model.head_dim is not None:
+    raise ValueError(
+      '--study has its own controls; leave out --equal_params and '
+      '--config.model.head_dim'
+    )
   length = config.task.length
-  two = {'task.pairs': True, 'task.num_symbols': config.task.num_symbols // 4}
+  symbols = max(2, config.task.num_symbols // 4)
+  two = {'task.pairs': True, 'task.num_symbols': symbols}
   ragged = {'task.min_length': max(1, length // 4)}
   ragged |= {'train.steps': 3 * config.train.steps}
   lengths = (length // 2, length, 2 * length, 4 * length)

@@ -10,7 +10,6 @@ Ctrl-C and SIGTERM save and stop; the same command goes on from there.
 
 import dataclasses
 import pathlib
-import sys
 
 from absl import flags
 
@@ -42,11 +41,7 @@ def parse() -> Settings:
 
 
 def main(chosen: Settings) -> int:
-  try:
-    outcome = run(chosen.experiment, chosen.workdir, chosen.tensorboard)
-  except FloatingPointError as error:
-    print(f'failed: {error}', file=sys.stderr)
-    return 1
+  outcome = run(chosen.experiment, chosen.workdir, chosen.tensorboard)
   steps = chosen.experiment.train.steps
   if outcome.stopped_by is not None:
     print(

@@ -1,5 +1,6 @@
 """Trained models to look into: of a recorded run, or trained first."""
 
+import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -10,7 +11,8 @@ import jax
 from absl import flags
 from ml_collections import ConfigDict
 
-from experiments import settings
+from experiments import points, settings
+from mha_jax.tasks import Batch
 from mha_jax.training import run, train
 from mha_jax.training.checkpoints import Checkpoints
 from mha_jax.training.record import RecordError
@@ -21,6 +23,8 @@ RUN = flags.DEFINE_string(
 BATCH_SIZE = flags.DEFINE_integer(
   'batch_size', 128, 'validation examples that numbers are means over', 1
 )
+
+ANALYSIS = 100  # a stream of keys apart from those of training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,16 +50,17 @@ def load(workdir: pathlib.Path) -> Model:
     RecordError: it holds no checkpoint, or one that cannot be read.
   """
   experiment = settings.recorded_experiment(workdir)
+  if not (workdir / 'checkpoints').is_dir():
+    raise RecordError(f'{workdir} holds no checkpoint; train the model first')
   init = functools.partial(train.init, experiment)
-  checkpoints = Checkpoints(workdir)
-  state = checkpoints.restore(jax.eval_shape(init, jax.random.key(0)))
-  checkpoints.close()
+  with contextlib.closing(Checkpoints(workdir)) as checkpoints:
+    state = checkpoints.restore(jax.eval_shape(init, jax.random.key(0)))
   if state is None:
     raise RecordError(f'{workdir} holds no checkpoint; train the model first')
   return Model(experiment, state.params, int(state.step))
 
 
-def train_seeds(
+def train_models(
   config: ConfigDict, count: int, workdir: pathlib.Path
 ) -> tuple[list[Model], signal.Signals | None]:
   """Trains a model for each seed in `<workdir>/seed-<seed>`; resumes there.
@@ -84,10 +89,27 @@ def experiments(config: ConfigDict, count: int) -> list[train.Experiment]:
     ValueError: a value of the config does not fit.
   """
   first = settings.experiment_from(config)
-  seeds = range(first.train.seed, first.train.seed + count)
+  seeds = points.seeds_from('--models', first.train.seed, count)
   return [
     dataclasses.replace(
       first, train=dataclasses.replace(first.train, seed=seed)
     )
     for seed in seeds
   ]
+
+
+def batch(model: Model, index: int, batch_size: int) -> Batch:
+  """Validation examples of a model's task; each index has its own."""
+  key = jax.random.key(model.experiment.train.seed)
+  key = jax.random.fold_in(jax.random.fold_in(key, ANALYSIS), index)
+  return model.experiment.task.validation.sample(key, batch_size)
+
+
+def described(model: Model) -> str:
+  """The model in a line."""
+  config, train = model.experiment.model, model.experiment.train
+  return (
+    f'{model.experiment.task.kind} task, {config.attention}, '
+    f'{config.num_layers} layer{"s" * (config.num_layers > 1)}, d_model = '
+    f'{config.d_model}, step {model.step} of {train.steps}, seed {train.seed}'
+  )

@@ -1,38 +1,33 @@
-"""What a model costs: parameters, FLOPs, bytes, and seconds by a roofline.
+"""What a model costs: parameters, FLOPs and bytes.
 
   shape = stack(attention, 32, mlp=Mlp(14336), vocab_size=128256)
   shape = decoder_shape(config)               that of a `DecoderLM`, exactly
   num_params(shape).total                     parameters, by part
+  train_flops_per_token(shape, length)
   cache_bytes(shape, length, batch)           what decoding keeps
-  place = Placement(hardware('h100'), devices=8)
-  decode_step(shape, place, length, batch).seconds
-  max_batch(shape, place, length)
 
 A model is any attention config of the library for each layer and what stands
-around it. All follows from tables of einsum strings: a kernel's size is its
-parameters, twice that its FLOPs a token, and the letters h and n (query and
-key/value heads) tell what tensor parallelism splits; what has neither, such as
-MLA's latent, stands on every device.
+around it; `roofline` says what devices make of it. All follows from tables of
+einsum strings: a kernel's size is its parameters, twice that its FLOPs a token,
+and the letters h and n (query and key/value heads) tell what tensor parallelism
+splits; what has neither, such as MLA's latent, stands on every device.
 
 Latent attention comes in the form that its config names: `form='absorbed'`, or
 'expanded', the naive one that makes the keys and values of all cached tokens at
 every step; 'auto' takes fewer multiplications, as the library does.
 
-Not counted: communication between devices, activations, norms and softmax,
-launches. Times are lower bounds: what is measured is slower.
+Not counted: activations, norms and softmax.
 
 Source: Austin et al. 2025, How to Scale Your Model (jax-ml.github.io/
-scaling-book), chapters 4 and 7; Pope et al. 2022, Efficiently Scaling
-Transformer Inference; DeepSeek-V2 (2024), section 2.1.
+scaling-book), chapters 4 and 7; DeepSeek-V2 (2024), section 2.1.
 """
 
 import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from mha_jax.analysis.hardware import Hardware
 from mha_jax.attention import AttentionConfig, Projection, checks
 from mha_jax.attention.projections import Row
 from mha_jax.decoder import DecoderConfig
@@ -46,7 +41,6 @@ BYTES = {
   'int4': 0.5,
 }
 """Bytes of a number by dtype; the scales of quantised ones are not counted."""
-SPLITS = ('heads', 'batch')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,14 +289,14 @@ def num_params(shape: ModelShape) -> Params:
 def layer_params(layer: Layer) -> Params:
   """Parameters of one layer."""
   d = layer.attention.d_model
-  attention = _attention_params(layer.attention)
+  attention = attention_params(layer.attention)
   norms = layer.norms * d
   return Params(
     attention=attention,
-    mlp=round(_mlp_params(layer, math.inf)),
+    mlp=round(mlp_params(layer, math.inf)),
     norms=norms,
     embeddings=0,
-    active=attention + norms + round(_mlp_params(layer, 1)),
+    active=attention + norms + round(mlp_params(layer, 1)),
   )
 
 
@@ -321,7 +315,7 @@ def train_flops_per_token(shape: ModelShape, length: int) -> float:
   Source: Chowdhery et al. 2022, PaLM, appendix B (not causal).
   """
   checks.positive('length', length)
-  core = _core_flops(shape, length)
+  core = core_flops(shape, length)
   return 6 * num_params(shape).active + 3 * core / length
 
 
@@ -335,10 +329,10 @@ def prefill_flops(shape: ModelShape, length: int, batch: int = 1) -> float:
     length: t, tokens of a prompt.
     batch: b, prompts.
   """
-  _check(length, batch)
+  check_sizes(length, batch)
   head = shape.vocab_size * shape.d_model
   body = num_params(shape).active - head
-  return batch * (2 * body * length + 2 * head + _core_flops(shape, length))
+  return batch * (2 * body * length + 2 * head + core_flops(shape, length))
 
 
 def decode_flops(shape: ModelShape, length: int, batch: int = 1) -> float:
@@ -354,9 +348,9 @@ def decode_flops(shape: ModelShape, length: int, batch: int = 1) -> float:
     length: tokens of a sequence, the new one included.
     batch: b, sequences.
   """
-  _check(length, batch)
+  check_sizes(length, batch)
   core = sum(
-    count * _attention_step(layer, length)[0] for layer, count in shape.groups
+    count * attention_step(layer, length)[0] for layer, count in shape.groups
   )
   return batch * (2 * num_params(shape).active + core)
 
@@ -371,7 +365,7 @@ def cache_elements(shape: ModelShape, length: int = 1, batch: int = 1) -> int:
     length: tokens of a sequence.
     batch: b, sequences.
   """
-  _check(length, batch)
+  check_sizes(length, batch)
   return batch * sum(
     count * layer.attention.cache_elements * layer.keys(length)
     for layer, count in shape.groups
@@ -389,7 +383,7 @@ def score_bytes(
   attention: AttentionConfig, length: int, batch: int = 1, dtype: str = 'fp32'
 ) -> float:
   """Bytes of the attention matrix of the exact form, a layer: b h t^2."""
-  _check(length, batch)
+  check_sizes(length, batch)
   scores = batch * attention.num_heads * length**2
   return scores * itemsize('dtype', dtype)
 
@@ -409,224 +403,9 @@ def decode_intensity(
     length: tokens, which only the expanded form of latent attention depends on.
     dtype: of the cache.
   """
-  _check(length, 1)
-  flops, elements = _attention_step(Layer(attention), length)
+  check_sizes(length, 1)
+  flops, elements = attention_step(Layer(attention), length)
   return flops / (elements * itemsize('dtype', dtype))
-
-
-@dataclasses.dataclass(frozen=True)
-class Placement:
-  """Where and how a model runs.
-
-  Args:
-    hardware: each device.
-    devices: ways of tensor parallelism. Query and key/value heads, hidden
-      features and vocabulary are split; past n ways key/value heads are
-      replicated, what has no heads (MLA's latent) stands on every device.
-    param_dtype: of the weights, a name in `BYTES`.
-    cache_dtype: of the cache.
-    split: how the cache is split: 'heads', or 'batch': by heads as far as they
-      go and beyond that by sequences, so that nothing is replicated (Pope et
-      al.'s optimised multi-query; data-parallel attention of MLA). Weights are
-      split as with 'heads'.
-
-  Raises:
-    ValueError: devices is not positive, or a name is unknown.
-  """
-
-  hardware: Hardware
-  devices: int = 1
-  param_dtype: str = 'bf16'
-  cache_dtype: str = 'bf16'
-  split: str = 'heads'
-
-  def __post_init__(self) -> None:
-    checks.positive('devices', self.devices)
-    itemsize('param_dtype', self.param_dtype)
-    itemsize('cache_dtype', self.cache_dtype)
-    if self.split not in SPLITS:
-      raise ValueError(f'split={self.split!r} must be in {SPLITS}')
-
-  def ways(self, attention: AttentionConfig) -> tuple[int, int]:
-    """Ways that the cache is split by heads and by sequences."""
-    if self.split == 'heads':
-      return self.devices, 1
-    heads = max(heads for heads, _ in attention.entry_shapes)
-    by_heads = math.gcd(heads, self.devices)
-    return by_heads, self.devices // by_heads
-
-
-def weight_bytes(shape: ModelShape, place: Placement) -> float:
-  """Bytes of the weights on each device."""
-  body, head = _device_params(shape, place.devices, math.inf)
-  lookups = shape.positions * shape.d_model + (0 if shape.tied else head)
-  return (body + head + lookups) * BYTES[place.param_dtype]
-
-
-def device_cache_bytes(
-  shape: ModelShape, place: Placement, length: int, batch: int = 1
-) -> float:
-  """Bytes of the cache on each device, of the fullest one."""
-  _check(length, batch)
-  total = 0
-  for layer, count in shape.groups:
-    by_heads, by_batch = place.ways(layer.attention)
-    elements = _device_elements(layer.attention, by_heads) * layer.keys(length)
-    total += count * math.ceil(batch / by_batch) * elements
-  return total * BYTES[place.cache_dtype]
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-  """A decoding step on each device, which all take as long.
-
-    seconds = max(linear FLOPs / flops, weights / bandwidth)
-              + max(attention FLOPs / flops, cache / bandwidth)
-
-  The second is the cache's read unless the attention's intensity exceeds the
-  hardware's, as MLA's may.
-
-  Args:
-    hardware: the device.
-    batch: sequences, each of which gets a token.
-    weight_bytes: read of the weights, once for all sequences.
-    linear_flops: of the products with them.
-    cache_bytes: read of the caches of all sequences; in the expanded form of
-      latent attention also keys and values, written and read.
-    attention_flops: of the products with them.
-
-  Source: Austin et al. 2025, How to Scale Your Model, chapter 7, theoretical
-  step time (general), where attention is taken to wait for memory always.
-  """
-
-  hardware: Hardware
-  batch: int
-  weight_bytes: float
-  linear_flops: float
-  cache_bytes: float
-  attention_flops: float
-
-  @property
-  def parts(self) -> dict[str, float]:
-    """Seconds of each part; the larger of the first and last two count."""
-    flops, bandwidth = self.hardware.flops, self.hardware.bandwidth
-    return {
-      'weights': self.weight_bytes / bandwidth,
-      'compute': self.linear_flops / flops,
-      'cache': self.cache_bytes / bandwidth,
-      'attention': self.attention_flops / flops,
-    }
-
-  @property
-  def seconds(self) -> float:
-    parts = self.parts
-    linear = max(parts['weights'], parts['compute'])
-    return linear + max(parts['cache'], parts['attention'])
-
-  @property
-  def bound(self) -> str:
-    """The part that takes the longest."""
-    return max(self.parts, key=self.parts.__getitem__)
-
-  @property
-  def tokens_per_second(self) -> float:
-    return self.batch / self.seconds
-
-
-def decode_step(
-  shape: ModelShape, place: Placement, length: int, batch: int = 1
-) -> Step:
-  """What decoding one token of each sequence takes.
-
-  Args:
-    shape: the model.
-    place: where it runs.
-    length: tokens of a sequence, the new one included.
-    batch: sequences.
-  """
-  _check(length, batch)
-  read, head = _device_params(shape, place.devices, batch)
-  used, _ = _device_params(shape, place.devices, 1)
-  flops, elements = 0.0, 0.0
-  for layer, count in shape.groups:
-    by_heads, by_batch = place.ways(layer.attention)
-    each = _attention_step(layer, length, by_heads)
-    sequences = count * math.ceil(batch / by_batch)
-    flops += sequences * each[0]
-    elements += sequences * each[1]
-  return Step(
-    place.hardware,
-    batch,
-    weight_bytes=(read + head) * BYTES[place.param_dtype],
-    linear_flops=2.0 * batch * (used + head),
-    cache_bytes=elements * BYTES[place.cache_dtype],
-    attention_flops=flops,
-  )
-
-
-def prefill_seconds(
-  shape: ModelShape, place: Placement, length: int, batch: int = 1
-) -> float:
-  """Seconds to read prompts: the larger of computing and moving bytes.
-
-    max(FLOPs / flops, (weights read + cache written) / bandwidth)
-
-  Args:
-    shape: the model.
-    place: where it runs.
-    length: tokens of a prompt.
-    batch: prompts.
-  """
-  cache = device_cache_bytes(shape, place, length, batch)
-  read, _ = _device_params(shape, place.devices, batch * length)
-  used, head = _device_params(shape, place.devices, 1)
-  core = _core_flops(shape, length, place.devices)
-  flops = batch * (2 * used * length + 2 * head + core)
-  moved = (read + head) * BYTES[place.param_dtype] + cache
-  return max(flops / place.hardware.flops, moved / place.hardware.bandwidth)
-
-
-def max_batch(
-  shape: ModelShape,
-  place: Placement,
-  length: int,
-  cache_memory: float | None = None,
-) -> int:
-  """The most sequences of a length whose caches fit; 0: not one.
-
-  Args:
-    shape: the model.
-    place: where it runs.
-    length: tokens of a sequence.
-    cache_memory: bytes of each device for the cache; None: what the weights
-      leave.
-  """
-  room = _room(shape, place, cache_memory)
-  most = _most(lambda x: device_cache_bytes(shape, place, length, x) <= room)
-  assert most is not None  # a sequence takes at least an element
-  return most
-
-
-def max_context(
-  shape: ModelShape,
-  place: Placement,
-  batch: int = 1,
-  cache_memory: float | None = None,
-) -> int | None:
-  """The most tokens of each sequence whose caches fit; 0: not one.
-
-  Args:
-    shape: the model.
-    place: where it runs.
-    batch: sequences.
-    cache_memory: bytes of each device for the cache; None: what the weights
-      leave.
-
-  Returns:
-    Tokens; None: any number, since every layer has a window and they fit.
-  """
-  room = _room(shape, place, cache_memory)
-  return _most(lambda x: device_cache_bytes(shape, place, x, batch) <= room)
 
 
 def itemsize(name: str, dtype: str) -> float:
@@ -636,7 +415,7 @@ def itemsize(name: str, dtype: str) -> float:
   return BYTES[dtype]
 
 
-def _check(length: int, batch: int) -> None:
+def check_sizes(length: int, batch: int) -> None:
   checks.positive('length', length)
   checks.positive('batch', batch)
 
@@ -655,32 +434,19 @@ def _row_params(row: Row, devices: int) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _attention_params(attention: AttentionConfig, devices: int = 1) -> int:
+def attention_params(attention: AttentionConfig, devices: int = 1) -> int:
   """Parameters of an attention on each device."""
   return sum(_row_params(row, devices) for row in attention.table.values())
 
 
-def _mlp_params(layer: Layer, tokens: float, devices: int = 1) -> float:
+def mlp_params(layer: Layer, tokens: float, devices: int = 1) -> float:
   """Parameters of its MLP that so many tokens use, on each device."""
   if layer.mlp is None:
     return 0
   return layer.mlp.num_params(layer.attention.d_model, tokens, devices)
 
 
-def _device_params(
-  shape: ModelShape, devices: int, tokens: float
-) -> tuple[float, int]:
-  """Parameters that so many tokens use on each device: layers, and output."""
-  d = shape.d_model
-  body: float = shape.norms * d
-  for layer, count in shape.groups:
-    attention = _attention_params(layer.attention, devices)
-    mlp = _mlp_params(layer, tokens, devices)
-    body += count * (attention + mlp + layer.norms * d)
-  return body, math.ceil(shape.vocab_size / devices) * d
-
-
-def _device_elements(attention: AttentionConfig, devices: int) -> int:
+def device_elements(attention: AttentionConfig, devices: int) -> int:
   """Elements of a token's entries on each device: heads are split."""
   return sum(
     math.ceil(heads / devices) * features
@@ -698,7 +464,7 @@ def _head_widths(attention: AttentionConfig, expanded: bool) -> tuple[int, int]:
   return attention.qk_head_dim, dict(out.sizes)['v']
 
 
-def _core_flops(shape: ModelShape, length: int, devices: int = 1) -> float:
+def core_flops(shape: ModelShape, length: int, devices: int = 1) -> float:
   """FLOPs of scores and outputs of a whole sequence, on each device."""
   total = 0.0
   for layer, count in shape.groups:
@@ -710,7 +476,7 @@ def _core_flops(shape: ModelShape, length: int, devices: int = 1) -> float:
   return total
 
 
-def _attention_step(
+def attention_step(
   layer: Layer, length: int, devices: int = 1
 ) -> tuple[float, float]:
   """FLOPs of a new token's attention and elements read, on each device."""
@@ -719,7 +485,7 @@ def _attention_step(
   k, v = _head_widths(attention, expanded)
   heads = math.ceil(attention.num_heads / devices)
   flops = 2.0 * heads * (k + v) * keys
-  elements = _device_elements(attention, devices) * keys
+  elements = device_elements(attention, devices) * keys
   if expanded:
     ups = [
       row
@@ -730,24 +496,3 @@ def _attention_step(
     made = [math.prod(x.bias_shape) // attention.num_heads for x in ups]
     elements += 2 * keys * heads * sum(made)  # written, and read again
   return flops, elements
-
-
-def _room(
-  shape: ModelShape, place: Placement, cache_memory: float | None
-) -> float:
-  """Bytes of each device for the cache."""
-  if cache_memory is None:
-    return place.hardware.memory - weight_bytes(shape, place)
-  checks.real('cache_memory', cache_memory, 0, math.inf)
-  return cache_memory
-
-
-def _most(fits: Callable[[int], bool]) -> int | None:
-  """The largest number that fits, of those below 2^31; None: all do."""
-  low, high = 0, 2**31
-  if fits(high - 1):
-    return None
-  while high - low > 1:
-    middle = (low + high) // 2
-    low, high = (middle, high) if fits(middle) else (low, middle)
-  return low

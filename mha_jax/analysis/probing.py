@@ -106,8 +106,8 @@ def prefix_matching(maps: Any, tokens: Any, queries: Any = None) -> jax.Array:
 
     mean of sum_{1 <= j < i, x_{j-1} = x_i} A_ij over the i that have such a j
 
-  `repeated_tokens` has the sequences to take it on: there one j is right and
-  nothing but the repetition tells which.
+  `repeated_tokens` has the sequences to take it on: of a query in the second
+  half one j is right, and nothing but the repetition tells which.
 
   Args:
     maps: (b, h, t, t).
@@ -370,31 +370,35 @@ def name_heads(rows: Sequence[Row], threshold: float = 0.5) -> list[str]:
 
 
 def repeated_tokens(
-  key: jax.Array, batch_size: int, length: int, first: int, vocab_size: int
+  key: jax.Array, batch_size: int, length: int, symbols: Sequence[int]
 ) -> jax.Array:
   """Random sequences, each followed by itself.
+
+  The tokens of a sequence differ, as long as there are enough: then each query
+  of the second half has one earlier occurrence.
 
   Args:
     key: a random key.
     batch_size: b.
     length: of the sequence, half of the result's.
-    first: the least token to draw, past padding and separators.
-    vocab_size: m, tokens lie below it.
+    symbols: the tokens to draw from, such as a model has seen in training.
 
   Returns:
     (b, 2 length) int32.
 
   Source: Olsson et al. 2022, "Head Activation Evaluators".
   """
-  for name, size in (
-    ('batch_size', batch_size),
-    ('length', length),
-    ('vocab_size', vocab_size),
-  ):
+  for name, size in (('batch_size', batch_size), ('length', length)):
     checks.positive(name, size)
-  checks.whole('first', first, 0, vocab_size - 1)
-  shape = batch_size, length
-  half = jax.random.randint(key, shape, first, vocab_size, jnp.int32)
+  known = jnp.asarray(symbols, jnp.int32)
+  if known.ndim != 1 or known.size == 0:
+    raise ValueError(f'symbols of shape {known.shape} must be a list of tokens')
+  replace = length > known.size
+
+  def draw(key: jax.Array) -> jax.Array:
+    return jax.random.choice(key, known, (length,), replace)
+
+  half = jax.vmap(draw)(jax.random.split(key, batch_size))
   return jnp.concatenate([half, half], axis=1)
 
 

@@ -1,6 +1,6 @@
 """Which heads matter, and the smaller decoder without those that do not.
 
-  scores = head_importance(config, params, batch)         one gradient for all
+  scores = head_importance(config, params, batch)         a gradient an example
   losses, loss = ablation_losses(config, params, batch)   a forward pass a head
   order = order_by(scores)                                the least first
   curve = removal_curve(config, params, batch, order)
@@ -77,17 +77,26 @@ def loss_with_gates(
   return jnp.sum(losses * batch.weights) / jnp.sum(batch.weights)
 
 
+def seen(batch: Batch) -> jax.Array:
+  """(b, t): the positions up to an example's last target that counts.
+
+  What comes later is padding, and no target depends on it.
+  """
+  counts = (batch.weights > 0).astype(jnp.int32)
+  return jax.lax.cummax(counts, axis=1, reverse=True) > 0
+
+
 def head_means(
   config: DecoderConfig, params: Any, batch: Batch
 ) -> tuple[jax.Array, ...]:
   """What each head adds to the residual, on average over a batch's positions.
 
-    mean_i = mean over examples and positions of o_i W_o,i
+    mean_i = mean over examples and `seen` positions of o_i W_o,i
 
   Args:
     config: the decoder.
     params: of `DecoderLM`.
-    batch: all of its positions count, also those whose targets do not.
+    batch: examples.
 
   Returns:
     (h, d) of each layer.
@@ -103,7 +112,7 @@ def head_means(
     name = f'block_{layer}'
     (x,) = state['intermediates'][name]['attention_norm']['__call__']
     mean = functools.partial(
-      _mean_output, attention, params[name]['attention'], x
+      _mean_output, attention, params[name]['attention'], x, seen(batch)
     )
     h = attention.num_heads
     bias = mean(jnp.zeros(h))
@@ -112,24 +121,29 @@ def head_means(
 
 
 def _mean_output(
-  config: AttentionConfig, params: Any, x: jax.Array, gates: jax.Array
+  config: AttentionConfig,
+  params: Any,
+  x: jax.Array,
+  counts: jax.Array,
+  gates: jax.Array,
 ) -> jax.Array:
   """(d,): a layer's mean output under gates (h,)."""
   dtype = wide_dtype(x.dtype)
   out = apply(
     config, params, x, mask=masks.causal(), head_gates=gates, dtype=dtype
   )
-  return jnp.mean(out, axis=(0, 1))
+  return jnp.mean(out, axis=(0, 1), where=counts[:, :, None])
 
 
 @functools.partial(
-  jax.jit, static_argnames=('config', 'normalize', 'chunk_size')
+  jax.jit, static_argnames=('config', 'kind', 'normalize', 'chunk_size')
 )
 def head_importance(
   config: DecoderConfig,
   params: Any,
   batch: Batch,
   *,
+  kind: str = 'zero',
   normalize: bool = True,
   chunk_size: int = 32,
 ) -> jax.Array:
@@ -145,6 +159,7 @@ def head_importance(
     params: of `DecoderLM`.
     batch: examples; those without targets that count are left out. The loss of
       one is its mean cross-entropy over its targets that count.
+    kind: what a gate of 0 puts in the head's place, see `ablation_losses`.
     normalize: whether to divide by the l2 norm over each layer's heads.
     chunk_size: examples at once, for memory; it changes no result.
 
@@ -152,17 +167,20 @@ def head_importance(
     (num_layers, h).
 
   Raises:
-    ValueError: layers have different numbers of heads.
+    ValueError: the kind is unknown, or layers differ in their heads.
 
   Source: Michel et al. 2019, Are Sixteen Heads Really Better than One?, eq. 2;
   the norm: Molchanov et al. 2017.
   """
   checks.positive('chunk_size', chunk_size)
   gates = jnp.ones(_gates_shape(config))
+  means = _means(config, params, batch, kind)
 
   def of_example(example: Batch) -> tuple[jax.Array, jax.Array]:
     alone = jax.tree.map(lambda x: x[None], example)
-    slope = jax.grad(lambda x: loss_with_gates(config, params, alone, x))(gates)
+    slope = jax.grad(
+      lambda x: loss_with_gates(config, params, alone, x, means)
+    )(gates)
     counts = jnp.any(example.weights > 0)
     return jnp.where(counts, jnp.abs(slope), 0), counts
 
@@ -298,7 +316,8 @@ def keep_most(config: DecoderConfig, scores: Any, share: float) -> np.ndarray:
     )
   groups = _num_kv_heads(config.attention_config)
   by_group = scores.reshape(shape[0], groups, -1).sum(axis=2)
-  keep = by_group >= by_group.max(axis=1, keepdims=True)
+  keep = np.zeros(by_group.shape, bool)
+  keep[np.arange(len(keep)), by_group.argmax(axis=1)] = True
   for layer, group in order_by(by_group)[::-1]:
     if keep.sum() < round(share * keep.size):
       keep[layer, group] = True
@@ -375,12 +394,19 @@ def _losses(
   config: DecoderConfig, params: Any, batch: Batch, gates: jax.Array, kind: str
 ) -> jax.Array:
   """The losses under each of many gates (count, num_layers, h)."""
-  if kind not in KINDS:
-    raise ValueError(f'kind={kind!r} must be in {KINDS}')
-  means = head_means(config, params, batch) if kind == 'mean' else None
+  means = _means(config, params, batch, kind)
   return jax.lax.map(
     lambda x: loss_with_gates(config, params, batch, x, means), gates
   )
+
+
+def _means(
+  config: DecoderConfig, params: Any, batch: Batch, kind: str
+) -> tuple[jax.Array, ...] | None:
+  """What stands in a head's place; None: zeros."""
+  if kind not in KINDS:
+    raise ValueError(f'kind={kind!r} must be in {KINDS}')
+  return head_means(config, params, batch) if kind == 'mean' else None
 
 
 def _kept(layer: int, keep: Any, h: int) -> np.ndarray:

@@ -91,8 +91,9 @@ class CopyTask:
     return (SEP,)
 
   @property
-  def first_symbol(self) -> int:
-    return FIRST_SYMBOL
+  def symbols(self) -> tuple[int, ...]:
+    """Those to copy, no pairs."""
+    return tuple(range(FIRST_SYMBOL, FIRST_SYMBOL + self.num_symbols))
 
   def token_text(self, token: int) -> str:
     """A symbol's number, two for a pair."""

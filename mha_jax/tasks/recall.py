@@ -79,8 +79,8 @@ class RecallTask:
     return (SEP,)
 
   @property
-  def first_symbol(self) -> int:
-    return FIRST
+  def symbols(self) -> tuple[int, ...]:
+    return tuple(range(FIRST, self.vocab_size))
 
   def token_text(self, token: int) -> str:
     """k3 for a key, 3 for a value."""
@@ -129,7 +129,7 @@ class InductionTask:
   Args:
     length: tokens of the inputs.
     num_symbols: different tokens m.
-    min_period: the shortest period; None: half of length.
+    min_period: the shortest period; None: a quarter of length.
     max_period: the longest period; None: half of length.
 
   Raises:
@@ -155,8 +155,9 @@ class InductionTask:
   @property
   def periods(self) -> tuple[int, int]:
     """The shortest and the longest period."""
-    half = max(1, self.length // 2)
-    return self.min_period or half, self.max_period or half
+    low, high = self.min_period, self.max_period
+    low = max(1, self.length // 4) if low is None else low
+    return low, max(1, self.length // 2) if high is None else high
 
   @property
   def vocab_size(self) -> int:
@@ -175,8 +176,8 @@ class InductionTask:
     return ()
 
   @property
-  def first_symbol(self) -> int:
-    return 0
+  def symbols(self) -> tuple[int, ...]:
+    return tuple(range(self.num_symbols))
 
   def token_text(self, token: int) -> str:
     return str(token)

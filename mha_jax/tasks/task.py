@@ -40,8 +40,8 @@ class Task(Protocol):
     """Tokens that part others and stand for nothing themselves."""
 
   @property
-  def first_symbol(self) -> int:
-    """The first token that is neither a separator nor padding."""
+  def symbols(self) -> tuple[int, ...]:
+    """The tokens that inputs hold, without separators and padding."""
 
   def token_text(self, token: int) -> str:
     """How a token is shown to a reader."""

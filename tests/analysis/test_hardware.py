@@ -154,14 +154,18 @@ class CpuTest(parameterized.TestCase):
 
     with mock.patch.object(module, '_best_seconds', seconds):
       cpu = measure_cpu()
-    (left, right), (matrix, vector) = sizes
+    (left, right), (row, matrix) = sizes
     self.assertEqual(left, right)
-    self.assertEqual(vector, matrix[1:])
+    self.assertEqual(row, (1, matrix[0]))
     self.assertEqual(cpu.flops, 2 * left[0] ** 3 / 0.5)
     self.assertEqual(cpu.bandwidth, 4 * matrix[0] * matrix[1] / 0.25)
 
   def test_best_seconds(self):
     """The least of three calls or more, the compilation not among them."""
-    clock = [0.0, 3.0, 10.0, 12.0, 20.0, 25.0]
-    with mock.patch.object(module.time, 'perf_counter', side_effect=clock):
-      self.assertEqual(module._best_seconds(lambda x: x, 1.0), 2.0)
+    clock, calls = [0.0, 3.0, 10.0, 12.0, 20.0, 25.0], []
+    with (
+      mock.patch.object(module.time, 'perf_counter', side_effect=clock),
+      mock.patch.object(module.jax, 'jit', lambda function: function),
+    ):
+      self.assertEqual(module._best_seconds(calls.append, 1.0), 2.0)
+    self.assertLen(calls, 4)

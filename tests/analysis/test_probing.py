@@ -434,19 +434,28 @@ class TableTest(parameterized.TestCase):
     self.assertEqual(probing.name_heads(rows, 0.45)[2], 'first token')
 
   def test_repeated_tokens(self):
-    """Both halves agree; every token from `first` on occurs, and no other."""
-    tokens = probing.repeated_tokens(jax.random.key(0), 13, 17, 3, M)
-    chex.assert_shape(tokens, (13, 34))
-    np.testing.assert_array_equal(tokens[:, :17], tokens[:, 17:])
-    self.assertEqual({*tokens.ravel().tolist()}, {*range(3, M)})
+    """Both halves agree; all symbols occur and no other; a half has none twice,
+    unless there are too few."""
+    symbols = [3, 5, *range(7, M)]
+    length = len(symbols)
+    tokens = probing.repeated_tokens(jax.random.key(0), 13, length, symbols)
+    chex.assert_shape(tokens, (13, 2 * length))
+    np.testing.assert_array_equal(tokens[:, :length], tokens[:, length:])
+    for row in tokens[:, :length].tolist():
+      self.assertEqual(sorted(row), symbols)
     self.assertTrue(np.any(tokens[0] != tokens[1]))
-    for args, message in (
-      ((0, 5, 0, M), 'batch_size=0'),
-      ((2, 0, 0, M), 'length=0'),
-      ((2, 5, M, M), rf'first={M} .*\[0, {M - 1}\]'),
-    ):
-      with self.assertRaisesRegex(ValueError, message):
-        probing.repeated_tokens(jax.random.key(0), *args)
+    few = probing.repeated_tokens(jax.random.key(0), 13, 17, [2, 4])
+    self.assertEqual({*few.ravel().tolist()}, {2, 4})
+
+  @parameterized.parameters(
+    ((0, 5, [1]), 'batch_size=0'),
+    ((2, 0, [1]), 'length=0'),
+    ((2, 5, []), r'symbols of shape \(0,\)'),
+    ((2, 5, 3), r'symbols of shape \(\)'),
+  )
+  def test_repeated_tokens_errors(self, args, message):
+    with self.assertRaisesRegex(ValueError, message):
+      probing.repeated_tokens(jax.random.key(0), *args)
 
 
 HOSTILE = '</script><script>alert("x")</script><!--'

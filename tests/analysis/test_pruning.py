@@ -123,6 +123,8 @@ def numpy_loss(params, batch, gates, means=None):
   """The loss of CONFIG in float64 NumPy, and the means of its heads (h, d)."""
   p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
   x = p['embed']['embedding'][batch.inputs] + p['positions']['embedding'][:T]
+  last = [np.flatnonzero(row).max(initial=-1) for row in batch.weights]
+  seen = np.arange(T) <= np.asarray(last)[:, None]
   found = []
   for i, factors in enumerate(np.asarray(gates)):
     block = p[f'block_{i}']
@@ -134,7 +136,7 @@ def numpy_loss(params, batch, gates, means=None):
     )
     bias, _ = attention(gates=0)
     alone = [attention(gates=one)[0] - bias for one in np.eye(len(factors))]
-    found.append(np.mean(alone, axis=(1, 2)))
+    found.append(np.mean(np.asarray(alone)[:, seen], axis=1))
     x = x + attention(gates=factors)[0]
     x = x if means is None else x + (1 - factors) @ means[i]
   logits = oracles.norm(x, p['norm']['scale'], 'rms') @ p['output']['kernel']
@@ -157,7 +159,7 @@ class GatesTest(oracles.X64TestCase):
     return numpy_loss(self.params, self.batch, gates, self.means[kind])[0]
 
   def test_head_means(self):
-    """What a head adds without the bias, of all positions."""
+    """What a head adds without the bias, up to the last counted target."""
     got = jax.jit(pruning.head_means, static_argnums=0)(
       self.config, self.params, self.batch
     )

@@ -68,7 +68,7 @@ class ProbeTest(RunTestCase):
     self.assertEqual(scripts.contents(self.run_folder), before)
 
     model = trained.load(self.run_folder)
-    batch = probe_heads._batch(model, 16)
+    batch = trained.batch(model, 0, 16)
     for kind in ('zero', 'mean'):
       losses, loss = pruning.ablation_losses(
         model.experiment.model, model.params, batch, kind
@@ -83,7 +83,7 @@ class ProbeTest(RunTestCase):
     for row in rows:
       row['name'] = 'second' if row['layer'] == 1 else ''
     text = probe_heads.effect('second', rows, model, 8)
-    config, batch = model.experiment.model, probe_heads._batch(model, 8)
+    config, batch = model.experiment.model, trained.batch(model, 0, 8)
     loss, whole = (
       pruning.loss_with_gates(config, model.params, batch, gates)
       for gates in (np.ones((2, 4)), np.stack([np.ones(4), np.zeros(4)]))
@@ -183,6 +183,15 @@ class KeepMostTest(RunTestCase):
     self.assertEqual(
       keep.tolist(), [[False, False, True, True], [False, False, True, True]]
     )
+
+  @parameterized.parameters(
+    ([[0.0] * 4, [1.0, 2, 3, 4]], 0.5, [1, 3]), (np.ones((2, 4)), 0.25, [1, 1])
+  )
+  def test_ties(self, scores, share, counts):
+    """Equal scores do not keep more heads than were asked for."""
+    config = trained.load(self.run_folder).experiment.model
+    keep = pruning.keep_most(config, scores, share)
+    self.assertEqual(keep.sum(axis=1).tolist(), counts)
 
   @parameterized.parameters(
     (np.ones((2, 3)), 0.5, r'scores of shape \(2, 3\)'),

@@ -435,12 +435,20 @@ class StudyTest(FolderTestCase):
     self.assertStartsWith(png, b'\x89PNG\r\n')
 
   @parameterized.parameters(
-    '--config=configs/copy_task.py:pairs', '--config=configs/recall.py'
+    '--config=configs/copy_task.py:pairs',
+    '--config=configs/recall.py',
+    '--config=configs/recall.py:induction',
   )
   def test_wants_a_plain_copy_task(self, config):
     result = scripts.call(sweep_heads, config, '--study')
     self.assertEqual(result.code, 2, result)
     self.assertIn('--study wants a plain copy task', result.err)
+
+  @parameterized.parameters('--equal_params', '--config.model.head_dim=4')
+  def test_has_its_own_controls(self, flag):
+    result = scripts.call(sweep_heads, scripts.TINY, '--study', flag)
+    self.assertEqual(result.code, 2, result)
+    self.assertIn('--study has its own controls', result.err)
 
 
 class DefaultsTest(parameterized.TestCase):

@@ -89,8 +89,10 @@ class InductionTest(parameterized.TestCase):
       np.testing.assert_array_equal(sequence[n:], sequence[:-n])
 
   def test_default_periods(self):
-    """Half of the length: a sequence, once again."""
-    _, _, weights = draw(InductionTask(length=6, num_symbols=5))
+    """From a quarter of the length to half of it."""
+    self.assertEqual(InductionTask(length=22).periods, (5, 11))
+    task = InductionTask(length=6, num_symbols=5, min_period=3)
+    _, _, weights = draw(task)
     np.testing.assert_array_equal(weights, np.tile([0, 0, 0, 1, 1, 1], (97, 1)))
 
   @parameterized.parameters(

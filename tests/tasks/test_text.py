@@ -12,7 +12,7 @@ import numpy as np
 from absl.testing import parameterized
 
 from mha_jax.tasks import TextTask
-from mha_jax.tasks.text import documents
+from mha_jax.tasks.text import documents, windows
 
 BATCH = 203
 
@@ -77,13 +77,13 @@ class TextTest(parameterized.TestCase):
     """The first and the last window of a document come up."""
     self.write('0.txt', 'abcdefghijklm')
     for i in range(1, 7):
-      (self.folder / f'{i}.txt').write_text('x')
+      (self.folder / f'{i}.txt').write_text('-' * (11 + i))
     documents.cache_clear()
     task = self.task(length=11)
     if b'abcdefghijklm' not in documents(str(self.folder), 0.1)['train']:
       task = task.validation
-    windows = set(self.windows(task))
-    self.assertEqual(windows, {b'abcdefghijkl', b'bcdefghijklm'})
+    found = {x for x in self.windows(task) if b'-' not in x}
+    self.assertEqual(found, {b'abcdefghijkl', b'bcdefghijklm'})
 
   def test_copies_and_hidden_files_are_left_out(self):
     """A copy in both splits would leak."""
@@ -107,6 +107,36 @@ class TextTest(parameterized.TestCase):
     (train,), (validation,) = splits['train'], splits['validation']
     self.assertEqual(train + validation, path.read_bytes())
     self.assertEqual(validation.decode().splitlines()[0], 'line 45')
+
+  @parameterized.parameters(
+    ('Title\n' + 'word ' * 400, 1805),  # no line ends near the place
+    ('é' * 500, 900),  # two bytes a letter
+    ('x' + 'é' * 500, 901),
+  )
+  def test_one_file_of_one_line(self, text, place):
+    path = self.folder / 'one.txt'
+    path.write_text(text, encoding='utf-8')
+    splits = documents(str(path), 0.1)
+    self.assertLen(splits['train'][0], place)
+    self.assertEqual(
+      splits['train'][0] + splits['validation'][0], text.encode()
+    )
+
+  def test_digest(self):
+    """Other bytes under the same names are another task."""
+    task = self.task()
+    self.assertEqual(task.digest, task.validation.digest)
+    (self.folder / '3.txt').write_text('something else, long enough')
+    documents.cache_clear()
+    windows.cache_clear()
+    self.assertNotEqual(self.task().digest, task.digest)
+
+  def test_symbols(self):
+    """The bytes of the training documents, line ends and stops apart."""
+    (self.folder / '9.txt').write_text('a.b\nc.' * 9)
+    task = self.task()
+    held = set(b''.join(documents(str(self.folder), 0.1)['train']))
+    self.assertEqual(task.symbols, tuple(sorted(held - set(b'.\n'))))
 
   def test_default_corpus(self):
     """The plays of the package, whose code is not run."""
@@ -135,6 +165,7 @@ class TextTest(parameterized.TestCase):
   @parameterized.parameters(
     ({'length': 0}, 'length=0'),
     ({'length': 500}, 'length=500: the train documents have 80 bytes'),
+    ({'length': 79}, 'length=79: the validation documents have'),
     ({'validation_fraction': 0.7}, 'validation_fraction=0.7'),
     ({'split': 'test'}, "split='test'"),
     ({'path': '/no/such'}, "path='/no/such': no such file or folder"),
