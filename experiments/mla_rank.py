@@ -112,7 +112,8 @@ def _models(
     named.append(('MQA', {'attention': 'mqa'}))
     one = {'attention': 'mha', 'num_heads': 1, 'head_dim': k}
     named.append(('MHA, 1 head', one))
-    for narrow in widths[:1]:  # k / narrow heads keep as much as MQA's one
+    if widths:  # about h narrow heads that keep as much as MQA's one
+      narrow = min(widths, key=lambda x: abs(x - k / h))
       few = {'attention': 'mha', 'num_heads': k // narrow, 'head_dim': narrow}
       named.append((f'MHA, heads of {narrow}', few))
   for r in ranks:

@@ -48,7 +48,7 @@ class NumbersTest(parameterized.TestCase):
     self.assertEqual(reports.steps_to(losses, 0.5), wanted)
 
   def test_summarise(self):
-    """Median, least and greatest over seeds; of four the mean of the middle two."""
+    """Median, least and greatest over seeds; of four the middle of two."""
     row = {
       'n_heads': 2,
       'head_dim': 32,
