@@ -134,8 +134,7 @@ def study(config: ConfigDict) -> tuple[Sweep, ...]:
   with one layer and with two, for three times as long.
   """
   task = settings.experiment_from(config).task
-  plain = isinstance(task, CopyTask) and not task.pairs
-  if not (plain and task.min_length is None):
+  if not isinstance(task, CopyTask) or task.pairs or task.min_length:
     raise ValueError('--study wants a plain copy task: configs/copy_task.py')
   if EQUAL_PARAMS.value or config.model.head_dim is not None:
     raise ValueError(

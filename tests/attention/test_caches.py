@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracles
+import pytest
 from absl.testing import parameterized
 from hypothesis import given
 from hypothesis import strategies as st
@@ -398,3 +399,24 @@ class RefusedTest(parameterized.TestCase):
     cache = init_cache(config, B, window=4)
     with self.assertRaisesRegex(ValueError, 'window=4.*window=5 or more'):
       attention.apply(config, params, x, cache=cache, mask=masks.window(4, 0))
+
+
+@pytest.mark.usefixtures('full_compile')
+class ProgramTest(parameterized.TestCase):
+  @parameterized.parameters(1, 2)
+  def test_a_step_copies_no_cache(self, rows):
+    """A cache that is given away is written in place, also that of one row."""
+    config = build('mha', d_model=D, **EXAMPLES['mha'])
+    params = jax.tree.map(jnp.asarray, random_params(config, dtype=np.float32))
+    cache = init_cache(config, rows, capacity=1031, dtype='float32')
+
+    def step(x, cache):
+      return attention.apply(
+        config, params, x, mask=masks.causal(), cache=cache
+      )
+
+    x = jnp.ones((rows, 1, D), jnp.float32)
+    program = jax.jit(step, donate_argnums=1).lower(x, cache).compile()
+    text = program.as_text()
+    self.assertRegex(text, rf'f32\[{rows},3,1031,2\]')
+    self.assertNotRegex(text, rf'= f32\[{rows},3,1031,2\]\S* copy\(')
