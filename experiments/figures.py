@@ -11,6 +11,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from mha_jax.analysis import probing
+from mha_jax.analysis.candidates import Costed
+from mha_jax.analysis.configurator import MQA_LOSS, Choice, quality
+from mha_jax.analysis.costs import ModelShape, cache_bytes
+from mha_jax.analysis.published import Published
+from mha_jax.analysis.roofline import decode_step
 
 STYLE: Any = {
   'font.size': 11,
@@ -55,7 +60,7 @@ class Curve:
   """The points of one curve of a study.
 
   Args:
-    panel: the column that it is drawn in.
+    panel: the setting that it is drawn in.
     label: its name in the legend.
     summaries: see `experiments.reports.summarise`.
   """
@@ -68,42 +73,57 @@ class Curve:
 def study(
   curves: Sequence[Curve], threshold: float, title: str, path: pathlib.Path
 ) -> None:
-  """Final loss, and steps to the threshold, by head count: a column a panel.
+  """Final loss above steps to the threshold, by head count, panel by panel.
 
   Args:
-    curves: in order; those of a panel share its column.
+    curves: in order; those of a panel share its axes.
     threshold: the loss (nats) that speed is measured to.
     title: what was trained.
     path: the PNG to write.
   """
   panels = list(dict.fromkeys(curve.panel for curve in curves))
+  rows = -(-len(panels) // 2)
   with mpl.rc_context(STYLE):
-    figure = Figure(figsize=(4 * len(panels), 7.4), layout='constrained')
-    axes = figure.subplots(2, len(panels), squeeze=False, sharex=True)
-    for column, panel in enumerate(panels):
+    figure = Figure(figsize=(10, 5.4 * rows), layout='constrained')
+    axes = figure.subplots(2 * rows, 2, squeeze=False)
+    for panel, place in zip(panels, np.ndindex(rows, 2), strict=False):
+      row, column = place
+      pair = axes[2 * row][column], axes[2 * row + 1][column]
       own = [curve for curve in curves if curve.panel == panel]
-      heads = sorted({s['n_heads'] for c in own for s in c.summaries})
-      for row, name in enumerate(('final_loss', 'steps_to_threshold')):
-        for i, curve in enumerate(own):
-          _median_and_range(axes[row][column], curve, name, f'C{i}')
-        axes[row][column].set_xscale('log', base=2)
-        axes[row][column].set_xticks(heads, [str(h) for h in heads])
-        axes[row][column].minorticks_off()
-      axes[0][column].set_yscale('log')
-      budget = max(c.summaries[0]['steps'] for c in own)
-      axes[1][column].set_ylim(0, 1.05 * budget)
-      axes[1][column].axhline(budget, color='0.4', ls='--', lw=1)
-      axes[1][column].set_xlabel('n_heads')
-      _legend_above(axes[0][column], title=panel, fontsize=9)
-    axes[0][0].set_ylabel('final loss (nats per token)')
-    axes[1][0].set_ylabel(f'steps to loss < {threshold:g}')
+      _study_panel(pair, own, panel)
+      pair[0].set_ylabel('final loss (nats)')
+      pair[1].set_ylabel(f'steps to loss < {threshold:g}')
+    if len(panels) % 2:
+      axes[-2][1].set_axis_off()
+      axes[-1][1].set_axis_off()
     seeds = curves[0].summaries[0]['seeds']
     figure.suptitle(
       f'{title}, {seeds} seed{"s" * (seeds > 1)}: median and range; triangle: '
-      'a seed never gets there in the steps given (dashed)',
+      'a seed never gets there\nin the steps given (dashed)',
       fontsize=11,
     )
     figure.savefig(path, dpi=150)
+
+
+def _study_panel(
+  axes: tuple[Axes, Axes], curves: Sequence[Curve], title: str
+) -> None:
+  """Final loss above steps to the threshold."""
+  heads = sorted({s['n_heads'] for c in curves for s in c.summaries})
+  for one, name in zip(axes, ('final_loss', 'steps_to_threshold'), strict=True):
+    for i, curve in enumerate(curves):
+      _median_and_range(one, curve, name, f'C{i}')
+    one.set_xscale('log', base=2)
+    one.set_xticks(heads, [str(h) for h in heads])
+    one.minorticks_off()
+  upper, lower = axes
+  upper.set_yscale('log')
+  budget = max(c.summaries[0]['steps'] for c in curves)
+  lower.set_ylim(0, 1.05 * budget)
+  lower.axhline(budget, color='0.4', ls='--', lw=1)
+  lower.set_xlabel('n_heads')
+  short = max(len(curve.label) for curve in curves) < 12
+  _legend_above(upper, title=title, fontsize=9, ncols=1 + short)
 
 
 def _median_and_range(axes: Axes, curve: Curve, name: str, color: str) -> None:
@@ -459,3 +479,73 @@ def _against_length(
   axes.set_yscale('log')
   axes.set_xticks(ticks, [f'{t:,}' for t in ticks], rotation=30)
   axes.minorticks_off()
+
+
+def configure_heads(
+  choice: Choice, models: Sequence[Published], path: pathlib.Path
+) -> None:
+  """Cache a token against the time of a decode step.
+
+  Args:
+    choice: the recommendation and what else there is.
+    models: published ones to mark.
+    path: the PNG to write.
+  """
+  demand = choice.best.demand
+  place, length, batch = demand.place, demand.seq_len, demand.batch
+
+  def point(shape: ModelShape) -> tuple[float, float]:
+    cache = cache_bytes(shape, length, dtype=demand.cache_dtype) / length
+    step = decode_step(shape, place, length, batch)
+    return cache / 1024, step.seconds * 1e3
+
+  def points(rows: Sequence[Costed]) -> tuple[Any, Any]:
+    x, y = zip(*(point(x.candidate.shape) for x in rows), strict=True)
+    return x, y
+
+  with mpl.rc_context(STYLE):
+    figure = Figure(figsize=(8, 5.6), layout='constrained')
+    axes = figure.subplots()
+    axes.scatter(*points(choice.feasible), s=9, c='0.82', label='feasible')
+    axes.plot(*points(choice.front), 'C0--', lw=1.2, label='Pareto front')
+    lost = [-quality(x.candidate.attention) for x in choice.strategies]
+    dots = axes.scatter(
+      *points(choice.strategies),
+      s=60,
+      c=lost,
+      cmap='viridis_r',
+      vmin=0,
+      vmax=MQA_LOSS,
+      edgecolors='k',
+      zorder=3,
+      label='strategies',
+    )
+    for i, x in enumerate(choice.strategies):
+      axes.annotate(
+        x.candidate.strategy,
+        point(x.candidate.shape),
+        xytext=(-9, 7) if i % 2 else (9, -12),
+        textcoords='offset points',
+        ha='right' if i % 2 else 'left',
+        fontsize=10,
+      )
+    best = point(choice.best.candidate.shape)
+    axes.plot(*best, 'r*', ms=20, mec='k', zorder=2.9, label='recommended')
+    for model, marker in zip(models, 'Dsv^P', strict=False):
+      axes.plot(
+        *point(model.shape), marker, mfc='w', mec='C3', ms=8, label=model.name
+      )
+    axes.set_xscale('log', base=2)
+    axes.set_yscale('log', base=2)
+    for axis in (axes.xaxis, axes.yaxis):
+      axis.set_major_formatter(lambda x, _: f'{x:.4g}')
+    axes.set_xlabel('KV cache (KiB a token, all layers)')
+    axes.set_ylabel('decode step, by roofline (ms)')
+    figure.colorbar(dots, label='points lost to multi-head (proxy)')
+    figure.legend(loc='outside lower center', ncols=4, fontsize=10)
+    figure.suptitle(
+      f'{demand.params / 1e9:.3g} B parameters, {length:,} tokens, batch '
+      f'{batch}, {demand.devices} x {demand.hardware.name}',
+      fontsize=11,
+    )
+    figure.savefig(path, dpi=150)

@@ -169,6 +169,20 @@ class Candidate:
     return {self.num_heads: 'MHA', 1: 'MQA'}.get(n, 'GQA')
 
   @property
+  def strategy(self) -> str:
+    """'MHA', 'GQA-8', 'MQA' or 'MLA'."""
+    return self.kind + (f'-{self.num_kv_heads}' if self.kind == 'GQA' else '')
+
+  @property
+  def words(self) -> str:
+    """Such as 'GQA, 32 heads of 128, 8 key/value heads'."""
+    n = self.num_kv_heads
+    keeps = f'a latent of {self.attention.cache_elements}'
+    if n is not None:
+      keeps = f'{n} key/value head{"s" * (n > 1)}'
+    return f'{self.kind}, {self.num_heads} heads of {self.head_dim}, {keeps}'
+
+  @property
   def strangeness(self) -> float:
     """Factors of two by which it is off published models' usual proportions.
 

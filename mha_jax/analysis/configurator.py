@@ -1,9 +1,8 @@
-"""Which heads a new decoder should have: a recommendation with its reasons.
+"""Which heads a new decoder should have: a recommendation.
 
   choice = choose(Demand(params=1.3e9, seq_len=32_768, hardware=h100, batch=16))
   choice.best.candidate.attention
-  choice.front, choice.closest
-  reasons(choice), remedies(choice), explain(choice.best, model)
+  choice.front, choice.closest        see `advice` for reasons in words
 
 Of the candidates that no rule drops, those within a loss of quality of the best
 are compared by what the objective asks for. Quality is not predicted by
@@ -19,14 +18,13 @@ from collections.abc import Sequence
 from mha_jax.analysis.candidates import (
   MEMORY,
   RULES,
-  Candidate,
   Costed,
   Demand,
   Rule,
   candidates,
   kv_heads,
 )
-from mha_jax.analysis.costs import ModelShape, cache_elements, num_params
+from mha_jax.analysis.costs import ModelShape, gigabytes, num_params
 from mha_jax.analysis.published import PUBLISHED, Published
 from mha_jax.analysis.roofline import decode_step
 from mha_jax.attention import AttentionConfig
@@ -43,9 +41,7 @@ QUALITY_SOURCE = (
 LOSSES = {'quality': 0.1, 'throughput': 0.3, 'latency': 0.3}
 """Points of the proxy that each objective gives up for what it asks for."""
 STRAY = 2.0
-"""Halvings of the cost that a factor of two off usual proportions must bring."""
-NEAR = 2.0
-"""Caches a token within this factor are alike."""
+"""Halvings of the cost that make up for a factor of two off the usual."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,20 +49,21 @@ class Choice:
   """What `choose` found.
 
   Args:
-    demand: what was asked for.
     best: the recommendation.
-    front: the Pareto front of all that is feasible, by cache.
+    feasible: all that break no rule.
+    strategies: those with its width, depth and head_dim, by a token's cache:
+      only keys, values and the MLP that fills the budget up differ.
+    front: the strategies that no other beats, see `pareto`.
     closest: the two closest published decoders.
-    count: of candidates within the budget.
-    dropped: how many each rule dropped, in its turn.
+    dropped: what each rule dropped, in its turn.
   """
 
-  demand: Demand
   best: Costed
+  feasible: tuple[Costed, ...]
+  strategies: tuple[Costed, ...]
   front: tuple[Costed, ...]
   closest: tuple[Published, ...]
-  count: int
-  dropped: dict[str, int]
+  dropped: dict[str, tuple[Costed, ...]]
 
 
 def quality(attention: AttentionConfig) -> float:
@@ -103,23 +100,26 @@ def choose(demand: Demand) -> Choice:
     ValueError: nothing can meet the demand; the message says which bound fails
       and by how much.
   """
-  everything = [Costed(x, demand) for x in candidates(demand)]
-  if not everything:
+  left = [Costed(x, demand) for x in candidates(demand)]
+  if not left:
     raise ValueError(_no_shape(demand))
-  left, dropped = everything, {}
+  dropped = {}
   for rule in RULES:
     kept = [x for x in left if not rule.broken_by(x)]
     if not kept:
       raise ValueError(_failure(rule, left))
-    dropped[rule.name] = len(left) - len(kept)
+    dropped[rule.name] = tuple(x for x in left if rule.broken_by(x))
     left = kept
   best = best_of(left)
+  strategies = sorted(
+    (x for x in left if _body(x) == _body(best)), key=lambda x: x.token_bytes
+  )
   return Choice(
-    demand,
     best,
-    front=pareto(left),
+    feasible=tuple(left),
+    strategies=tuple(strategies),
+    front=tuple(strategies[i] for i in pareto([axes(x) for x in strategies])),
     closest=closest(best.candidate.shape),
-    count=len(everything),
     dropped=dropped,
   )
 
@@ -128,47 +128,46 @@ def best_of(feasible: Sequence[Costed]) -> Costed:
   """The one that the objective prefers.
 
   Those within `LOSSES` of the highest quality remain; for 'quality' grouped
-  ones come before latent ones, which more makers have tried. Then the least
+  ones come before latent ones, which fewer makers have tried. Then the least
 
     log2(cost) + 2 strangeness
 
-  decides: cost is bytes of a token's cache on each device for 'quality',
-  seconds of a token for 'throughput', of a step for 'latency'.
+  decides: cost is bytes of the cache on each device for 'quality', seconds of a
+  token for 'throughput', of a step for 'latency'.
 
   Args:
     feasible: candidates that break no rule, at least one.
   """
-  demand = feasible[0].demand
+  objective = feasible[0].demand.objective
   top = max(quality(x.candidate.attention) for x in feasible)
-  least = top - LOSSES[demand.objective] - 1e-9
+  least = top - LOSSES[objective] - 1e-9
   good = [x for x in feasible if quality(x.candidate.attention) >= least]
-  if demand.objective == 'quality':
+  if objective == 'quality':
     good = [x for x in good if x.candidate.kind != 'MLA'] or good
-  return min(
-    good, key=lambda x: math.log2(_cost(x)) + STRAY * x.candidate.strangeness
-  )
+  return min(good, key=_preference)
 
 
-def pareto(costed: Sequence[Costed]) -> tuple[Costed, ...]:
-  """Those that no other beats: a token's cache, step time, quality.
+def axes(costed: Costed) -> tuple[float, float, float]:
+  """What the front weighs: a token's bytes, seconds of a step, points lost."""
+  lost = -quality(costed.candidate.attention)
+  return costed.token_bytes, costed.step.seconds, lost
 
-  One beats another when it is no worse in all three and better in one; of
-  equals the least strange stays.
+
+def pareto(points: Sequence[tuple[float, ...]]) -> list[int]:
+  """The places of the points that no other beats, of which less is better.
+
+  One beats another that is no less anywhere and more somewhere; of equals the
+  first stays.
   """
-
-  def axes(x: Costed) -> tuple[float, float, float]:
-    return x.token_bytes, x.step.seconds, -quality(x.candidate.attention)
-
-  front: list[Costed] = []
+  front: list[int] = []
   # Sorted so, only what came before can beat one.
-  for x in sorted(costed, key=lambda x: (*axes(x), x.candidate.strangeness)):
-    own = axes(x)
+  for i in sorted(range(len(points)), key=points.__getitem__):
     if not any(
-      all(a <= b for a, b in zip(axes(other), own, strict=True))
-      for other in front
+      all(a <= b for a, b in zip(points[j], points[i], strict=True))
+      for j in front
     ):
-      front.append(x)
-  return tuple(front)
+      front.append(i)
+  return front
 
 
 def closest(shape: ModelShape, count: int = 2) -> tuple[Published, ...]:
@@ -200,29 +199,13 @@ def fitting_batch(costed: Costed) -> int:
   )
 
 
-def differences(costed: Costed, model: Published) -> dict[str, float]:
-  """Factors whose product is a model's cache a token over the candidate's.
+def _body(costed: Costed) -> tuple[int, int, int]:
+  x = costed.candidate
+  return x.d_model, x.num_layers, x.head_dim
 
-  At the demand's length, of which layers with a window keep a part.
 
-  Returns:
-    By name: 'layers', 'key/value heads', 'head_dim', 'windows'; where one of
-    both has a latent, 'elements a layer' for the two in the middle.
-  """
-  candidate, shape = costed.candidate, model.shape
-  length = costed.demand.seq_len
-  ours, theirs = candidate.attention, shape.layers[0].attention
-  each = theirs.cache_elements / ours.cache_elements
-  factors = {'layers': len(shape.layers) / candidate.num_layers}
-  n, m = kv_heads(theirs), kv_heads(ours)
-  if n is None or m is None:
-    factors['elements a layer'] = each
-  else:
-    factors['key/value heads'] = n / m
-    factors['head_dim'] = each * m / n
-  whole = len(shape.layers) * theirs.cache_elements * length
-  factors['windows'] = cache_elements(shape, length) / whole
-  return factors
+def _preference(costed: Costed) -> float:
+  return math.log2(_cost(costed)) + STRAY * costed.candidate.strangeness
 
 
 def _cost(costed: Costed) -> float:
@@ -280,9 +263,9 @@ def _failure(rule: Rule, left: Sequence[Costed]) -> str:
     assert bound is not None
     return (
       f'latency: the best possible step takes {time:.3g} ms against '
-      f'latency_ms={bound:g}, {time - bound:.3g} ms too many ({short(best)}, '
-      f'bound by {best.step.bound}); take more devices, fewer sequences or '
-      'smaller dtypes'
+      f'latency_ms={bound:g}, {time - bound:.3g} ms too many '
+      f'({best.candidate.words}, bound by {best.step.bound}); take more '
+      'devices, fewer sequences or smaller dtypes'
     )
   have = sorted({x.candidate.num_heads for x in left})
   return (
@@ -310,25 +293,8 @@ def _memory_failure(left: Sequence[Costed]) -> str:
   tokens = int((limit - weights) // (least.cache_bytes / demand.seq_len))
   return (
     f'memory: weights {gigabytes(weights)} and a cache of at least '
-    f'{gigabytes(least.cache_bytes)} ({short(least)}) of {gigabytes(limit)} on '
-    f'{devices}: {gigabytes(memory - limit)} too many; batch={fits} or '
-    f'seq_len={tokens} fits, or take more devices or a smaller cache_dtype'
+    f'{gigabytes(least.cache_bytes)} ({least.candidate.words}) of '
+    f'{gigabytes(limit)} on {devices}: {gigabytes(memory - limit)} too many; '
+    f'batch={fits} or seq_len={tokens} fits, or take more devices or a smaller '
+    'cache_dtype'
   )
-
-
-def gigabytes(size: float) -> str:
-  """Bytes in words, of 10^9."""
-  return f'{size / 1e9:.1f} GB' if size >= 1e9 else f'{size / 1e6:.1f} MB'
-
-
-def short(costed: Costed) -> str:
-  """A candidate in a few words."""
-  candidate = costed.candidate
-  heads = f'{candidate.num_heads} heads of {candidate.head_dim}'
-  n = candidate.num_kv_heads
-  keeps = (
-    f'a latent of {candidate.attention.cache_elements}'
-    if n is None
-    else f'{n} key/value head{"s" * (n > 1)}'
-  )
-  return f'{candidate.kind}, {heads}, {keeps}'

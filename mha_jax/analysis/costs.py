@@ -415,6 +415,11 @@ def itemsize(name: str, dtype: str) -> float:
   return BYTES[dtype]
 
 
+def gigabytes(size: float) -> str:
+  """Bytes in words, of 10^9 as makers of memory count."""
+  return f'{size / 1e9:.1f} GB' if size >= 1e9 else f'{size / 1e6:.3g} MB'
+
+
 def check_sizes(length: int, batch: int) -> None:
   checks.positive('length', length)
   checks.positive('batch', batch)

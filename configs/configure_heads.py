@@ -1,0 +1,42 @@
+"""The demand that `experiments.configure_heads` answers; its flags override it.
+
+  python -m experiments.configure_heads                               (5 s)
+  python -m experiments.configure_heads --config=configs/configure_heads.py:tiny
+
+The default asks for 1.3 B parameters that decode 16 sequences of 32,768 tokens
+on an H100; it gets 32 heads of 64, 8 of them with keys and values. `tiny` asks
+for 10 M parameters.
+"""
+
+from ml_collections import ConfigDict, config_dict
+
+
+def get_config(variants: str = '') -> ConfigDict:
+  """The demand.
+
+  Args:
+    variants: 'tiny' or empty.
+  """
+  known = ('', 'tiny')
+  if variants not in known:
+    raise ValueError(f'variant {variants!r} must be one of {known}')
+  config = ConfigDict(
+    {
+      'name': f'configure_heads-{variants}' if variants else 'configure_heads',
+      'params': '1.3B',
+      'seq_len': '32k',
+      'hardware': 'h100',
+      'devices': 1,
+      'batch': 16,
+      'latency_ms': config_dict.placeholder(float),
+      'param_dtype': 'bf16',
+      'kv_dtype': 'bf16',
+      'objective': 'quality',
+      'vocab_size': 128_256,
+      'head_dim': config_dict.placeholder(int),
+      'model': config_dict.placeholder(str),
+    }
+  )
+  if variants == 'tiny':
+    config.update({'params': '10M', 'seq_len': '1k', 'vocab_size': 256})
+  return config

@@ -1,0 +1,376 @@
+"""Which heads should a new decoder have, and which projections?
+
+  python -m experiments.configure_heads --params=1.3B --seq_len=32k \
+    --hardware=h100 --batch=16
+  python -m experiments.configure_heads --params=70B --devices=8 \
+    --latency_ms=20 --objective=throughput --json
+  python -m experiments.configure_heads --model=llama3-70b --devices=8
+
+From a budget of parameters, a length and the hardware: a recommendation with
+its reasons, what else there is (cache against step time against a proxy of
+quality), the closest published models, what to change when memory or latency
+is short, and the attention as Python to paste. --model prints what a published
+model costs instead. --hardware takes a name, `cpu` (measured here) or a file,
+my.json; --json prints JSON alone. Writes results.json and configure_heads.png
+into the workdir. Quality is not predicted by formula.
+"""
+
+import dataclasses
+import json
+import math
+import pathlib
+import re
+import textwrap
+from typing import Any
+
+from absl import flags
+from ml_collections import ConfigDict
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from experiments import command_line, figures, settings
+from mha_jax.analysis import advice, costs, roofline
+from mha_jax.analysis.candidates import OBJECTIVES, Costed, Demand
+from mha_jax.analysis.configurator import (
+  QUALITY_SOURCE,
+  Choice,
+  axes,
+  choose,
+  closest,
+  fitting_batch,
+  quality,
+)
+from mha_jax.analysis.hardware import hardware
+from mha_jax.analysis.published import Published, published
+from mha_jax.training import record
+
+OVERRIDES: dict[str, Any] = {
+  x.name: x
+  for x in (
+    flags.DEFINE_string('params', None, 'parameters, such as 1.3B or 350M'),
+    flags.DEFINE_string('seq_len', None, 'tokens, such as 32k or 32768'),
+    flags.DEFINE_string('hardware', None, 'h100, ..., cpu or my.json'),
+    flags.DEFINE_integer('devices', None, 'ways of tensor parallelism'),
+    flags.DEFINE_integer('batch', None, 'sequences decoded at once'),
+    flags.DEFINE_float('latency_ms', None, 'bound on a decode step'),
+    flags.DEFINE_enum('param_dtype', None, [*costs.BYTES], 'of the weights'),
+    flags.DEFINE_enum('kv_dtype', None, [*costs.BYTES], 'of the cache'),
+    flags.DEFINE_enum('objective', None, OBJECTIVES, 'what to prefer'),
+    flags.DEFINE_integer('vocab_size', None, 'tokens that there are'),
+    flags.DEFINE_integer('head_dim', None, 'ask for one, such as 256'),
+    flags.DEFINE_string('model', None, 'print what a published model costs'),
+  )
+}
+JSON = flags.DEFINE_bool('json', False, 'print JSON alone')
+
+UNITS = {'': 0, 'k': 1, 'm': 2, 'b': 3, 'g': 3, 't': 4}
+FIGURE = 'configure_heads.png'
+SHOWN = 5
+"""Remedies that are printed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  demand: Demand
+  answer: Choice | Published
+  workdir: pathlib.Path
+
+
+def parse() -> Settings:
+  config = flags.FLAGS.config
+  for name, holder in OVERRIDES.items():
+    if holder.value is not None:
+      config[name] = holder.value
+  workdir = settings.workdir_from(flags.FLAGS.workdir, config.name)
+  demand = _demand(config)
+  answer = published(config.model) if config.model else choose(demand)
+  return Settings(demand, answer, workdir)
+
+
+def _demand(config: ConfigDict) -> Demand:
+  """The demand that a config describes."""
+  return Demand(
+    params=parse_size('params', config.params, 1000),
+    seq_len=round(parse_size('seq_len', config.seq_len, 1024)),
+    hardware=hardware(config.hardware),
+    devices=config.devices,
+    batch=config.batch,
+    latency_ms=config.latency_ms,
+    param_dtype=config.param_dtype,
+    cache_dtype=config.kv_dtype,
+    objective=config.objective,
+    vocab_size=config.vocab_size,
+    head_dim=config.head_dim,
+  )
+
+
+def parse_size(name: str, text: str, thousand: int) -> float:
+  """A number such as 1.3B, 350M, 32k or 32768.
+
+  Args:
+    name: the flag.
+    text: what it holds.
+    thousand: what k stands for: 1000, of tokens 1024.
+
+  Raises:
+    ValueError: it is no positive number of that kind.
+  """
+  match = re.fullmatch(r'(\d+(?:\.\d+)?)([kmbgt]?)', str(text).strip().lower())
+  number = float(match[1]) * thousand ** UNITS[match[2]] if match else 0
+  if number <= 0:
+    example = '32k or 32768' if thousand == 1024 else '1.3B or 350M'
+    raise ValueError(
+      f'--{name}={text} must be a positive number, such as {example}'
+    )
+  return number
+
+
+def main(chosen: Settings) -> int:
+  demand, answer = chosen.demand, chosen.answer
+  chosen.workdir.mkdir(parents=True, exist_ok=True)
+  if isinstance(answer, Choice):
+    result = as_dict(answer)
+    figures.configure_heads(
+      answer, closest(answer.best.candidate.shape, 3), chosen.workdir / FIGURE
+    )
+  else:
+    result = model_costs(answer, demand)
+  record.write_json(chosen.workdir / 'results.json', result)
+  if JSON.value:
+    print(json.dumps(result, indent=2))
+  elif isinstance(answer, Choice):
+    report(answer)
+    print(f'recorded in {chosen.workdir}, figure {chosen.workdir / FIGURE}')
+  else:
+    Console(width=80).print(_model_table(answer, demand, result))
+    print(f'recorded in {chosen.workdir}')
+  return 0
+
+
+def as_dict(choice: Choice) -> dict[str, Any]:
+  """A choice as JSON has it."""
+  best = choice.best
+  demand = dataclasses.asdict(best.demand)
+  models = []
+  for model in choice.closest:
+    factors = advice.differences(best, model)
+    models.append(
+      {
+        'name': model.name,
+        'cache_ratio': math.prod(factors.values()),
+        'factors': factors,
+        'words': advice.explain(best, model),
+      }
+    )
+  return {
+    'demand': demand,
+    'recommendation': _row(choice, best),
+    'strategies': [_row(choice, x) for x in choice.strategies],
+    'closest': models,
+    'reasons': advice.reasons(choice),
+    'rules': advice.rules(choice),
+    'remedies': advice.remedies(choice),
+    'quality_proxy': QUALITY_SOURCE,
+    'unknown': list(advice.UNKNOWN),
+    'python': advice.as_python(best.candidate),
+  }
+
+
+def _row(choice: Choice, costed: Costed) -> dict[str, Any]:
+  x = costed.candidate
+  return {
+    'kind': x.kind,
+    'd_model': x.d_model,
+    'num_layers': x.num_layers,
+    'mlp_width': x.mlp_width,
+    'vocab_size': x.vocab_size,
+    'tied': x.tied,
+    'attention': dataclasses.asdict(x.attention),
+    'params': costed.params,
+    'cache_bytes_per_token': costed.token_bytes,
+    'weight_bytes_per_device': costed.weight_bytes,
+    'cache_bytes_per_device': costed.cache_bytes,
+    'step_seconds': costed.step.seconds,
+    'step_parts': costed.step.parts,
+    'bound': costed.step.bound,
+    'tokens_per_second': costed.step.tokens_per_second,
+    'max_batch': fitting_batch(costed),
+    'quality_points_lost': -quality(x.attention),
+    'on_front': axes(costed) in [axes(y) for y in choice.front],
+    'recommended': costed == choice.best,
+  }
+
+
+def report(choice: Choice) -> None:
+  """Prints the recommendation, why, what else, and what to paste."""
+  console = Console(width=80, highlight=False)
+  console.print(_recommendation(choice.best))
+  _bullets('Why', advice.reasons(choice))
+  console.print(_strategies(choice))
+  _bullets(
+    'Closest published models',
+    [advice.explain(choice.best, model) for model in choice.closest],
+  )
+  for name, lines in advice.remedies(choice).items():
+    if lines:
+      _bullets(f'When {name} is short', lines[:SHOWN])
+  _bullets('Rules', advice.rules(choice))
+  _bullets('What this does not know', list(advice.UNKNOWN))
+  print('\nTo paste:\n')
+  print(advice.as_python(choice.best.candidate))
+
+
+def _bullets(title: str, lines: list[str]) -> None:
+  print(f'\n{title}:')
+  for line in lines:
+    print(textwrap.fill(line, 79, initial_indent='- ', subsequent_indent='  '))
+
+
+def _recommendation(best: Costed) -> Table:
+  demand, x = best.demand, best.candidate
+  title = (
+    f'{demand.params / 1e9:.3g} B parameters, {demand.seq_len:,} tokens, batch '
+    f'{demand.batch}, {demand.devices} x {demand.hardware.name}, '
+    f'{demand.objective}'
+  )
+  table = Table(title=title, box=box.SIMPLE, show_header=False)
+  sizes = dict(x.attention.sizes)
+  rank = f'r = {sizes.get("r")}, p = {sizes.get("p")}'
+  if 'q' in sizes:
+    rank += f', queries from {sizes["q"]}'
+  keeps = rank if x.num_kv_heads is None else f'{x.num_kv_heads}'
+  label = 'latent' if x.num_kv_heads is None else 'key/value heads'
+  for name, value in (
+    ('projections', x.kind),
+    ('query heads', f'{x.num_heads} of {x.head_dim}'),
+    (label, keeps),
+    ('d_model', f'{x.d_model:,}'),
+    ('layers', f'{x.num_layers}'),
+    ('MLP, gated', f'{x.mlp_width:,}'),
+    ('vocabulary', f'{x.vocab_size:,}{", tied" * x.tied}'),
+    ('parameters', f'{best.params:,}'),
+    ('cache a token', f'{best.token_bytes / 1024:,.4g} KiB'),
+    ('decode step', f'{best.step.seconds * 1e3:.3g} ms'),
+  ):
+    table.add_row(name, value)
+  return table
+
+
+def _strategies(choice: Choice) -> Table:
+  table = Table(
+    title='\nStrategies of this width and depth',
+    box=box.SIMPLE_HEAD,
+    caption=(
+      '<: recommended; *: on the Pareto front of cache, step and points. '
+      f'Points lost: {QUALITY_SOURCE}.'
+    ),
+    caption_justify='left',
+    padding=(0, 1, 0, 0),
+  )
+  names = ('strategy', 'MLP', 'cache/token', 'step', 'max batch', 'points lost')
+  for name in (*names, ''):
+    side = 'left' if name in ('strategy', '') else 'right'
+    table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
+  for costed in choice.strategies:
+    x = costed.candidate
+    row = _row(choice, costed)
+    table.add_row(
+      x.strategy,
+      f'{x.mlp_width:,}',
+      f'{costed.token_bytes / 1024:,.4g} KiB',
+      f'{costed.step.seconds * 1e3:.3g} ms',
+      f'{row["max_batch"]:,}',
+      f'{abs(row["quality_points_lost"]):.2f}',
+      '*' * row['on_front'] + ' <' * row['recommended'],
+    )
+  return table
+
+
+def model_costs(model: Published, demand: Demand) -> dict[str, Any]:
+  """What a published model costs under a demand."""
+  shape, place = model.shape, demand.place
+  length, batch = demand.seq_len, demand.batch
+  step = roofline.decode_step(shape, place, length, batch)
+  attention = shape.layers[0].attention
+  cache = roofline.device_cache_bytes(shape, place, length, batch)
+  return {
+    'model': model.name,
+    'source': model.source,
+    'demand': dataclasses.asdict(demand),
+    'params': dataclasses.asdict(costs.num_params(shape))
+    | {'total': costs.num_params(shape).total},
+    'cache_bytes_per_token': costs.cache_bytes(shape, dtype=demand.cache_dtype),
+    'cache_bytes_per_sequence': costs.cache_bytes(
+      shape, length, dtype=demand.cache_dtype
+    ),
+    'weight_bytes_per_device': roofline.weight_bytes(shape, place),
+    'cache_bytes_per_device': cache,
+    'score_bytes_per_layer': costs.score_bytes(attention, length),
+    'train_flops_per_token': costs.train_flops_per_token(shape, length),
+    'decode_flops_per_token': costs.decode_flops(shape, length),
+    'attention_intensity': costs.decode_intensity(
+      attention, length, demand.cache_dtype
+    ),
+    'ridge': place.hardware.ridge,
+    'step_seconds': step.seconds,
+    'step_parts': step.parts,
+    'bound': step.bound,
+    'tokens_per_second': step.tokens_per_second,
+    'prefill_seconds': roofline.prefill_seconds(shape, place, length, batch),
+    'max_batch': roofline.max_batch(shape, place, length),
+    'max_context': roofline.max_context(shape, place, batch),
+  }
+
+
+def _model_table(
+  model: Published, demand: Demand, result: dict[str, Any]
+) -> Table:
+  title = (
+    f'{model.name}, {demand.seq_len:,} tokens, batch {demand.batch}, '
+    f'{demand.devices} x {demand.hardware.name}'
+  )
+  table = Table(
+    title=title, box=box.SIMPLE, show_header=False, caption=model.source
+  )
+  params, gigabytes = result['params'], costs.gigabytes
+  used = result['weight_bytes_per_device'] + result['cache_bytes_per_device']
+  over = used - demand.hardware.memory
+  parts = result['step_parts'].items()
+  context = result['max_context']
+  for name, value in (
+    ('attention', f'{model.shape.layers[0].attention}'),
+    ('parameters', f'{params["total"]:,}, {params["active"]:,} active'),
+    (
+      'of them',
+      ', '.join(f'{x} {params[x]:,}' for x in ('attention', 'mlp')),
+    ),
+    ('cache a token', f'{result["cache_bytes_per_token"] / 1024:,.4g} KiB'),
+    ('cache a sequence', gigabytes(result['cache_bytes_per_sequence'])),
+    ('weights a device', gigabytes(result['weight_bytes_per_device'])),
+    ('cache a device', gigabytes(result['cache_bytes_per_device'])),
+    (
+      'fits',
+      'yes' if over <= 0 else f'no: {gigabytes(over)} too many a device',
+    ),
+    ('scores, exact form', gigabytes(result['score_bytes_per_layer'])),
+    ('training', f'{result["train_flops_per_token"]:.3g} FLOP a token'),
+    ('decoding', f'{result["decode_flops_per_token"]:.3g} FLOP a token'),
+    (
+      'attention reads',
+      f'{result["attention_intensity"]:.3g} FLOP a byte of cache; computing '
+      f'binds from {result["ridge"]:.0f} on',
+    ),
+    ('decode step', f'{result["step_seconds"] * 1e3:.3g} ms'),
+    ('its parts', ', '.join(f'{x} {s * 1e3:.3g} ms' for x, s in parts)),
+    ('tokens a second', f'{result["tokens_per_second"]:,.0f}'),
+    ('reading prompts', f'{result["prefill_seconds"]:.3g} s'),
+    ('most sequences', f'{result["max_batch"]:,}'),
+    ('most tokens', 'any' if context is None else f'{context:,}'),
+  ):
+    table.add_row(name, value)
+  return table
+
+
+if __name__ == '__main__':
+  command_line.run(parse, main, default_config='configs/configure_heads.py')
