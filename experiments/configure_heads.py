@@ -29,9 +29,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from experiments import command_line, figures, settings
-from mha_jax.analysis import advice, costs, roofline
-from mha_jax.analysis.candidates import OBJECTIVES, Costed, Demand
+from experiments import command_line, figures, model_costs, settings
+from mha_jax.analysis import advice, costs
+from mha_jax.analysis.candidates import OBJECTIVES, Demand, as_python
 from mha_jax.analysis.configurator import (
   QUALITY_SOURCE,
   Choice,
@@ -43,6 +43,7 @@ from mha_jax.analysis.configurator import (
 )
 from mha_jax.analysis.hardware import hardware
 from mha_jax.analysis.published import Published, published
+from mha_jax.analysis.rules import Costed
 from mha_jax.training import record
 
 OVERRIDES: dict[str, Any] = {
@@ -116,7 +117,9 @@ def parse_size(name: str, text: str, thousand: int) -> float:
   Raises:
     ValueError: it is no positive number of that kind.
   """
-  match = re.fullmatch(r'(\d+(?:\.\d+)?)([kmbgt]?)', str(text).strip().lower())
+  match = re.fullmatch(
+    r'(\d+(?:\.\d+)?(?:e\d\d?)?)([kmbgt]?)', str(text).strip().lower()
+  )
   number = float(match[1]) * thousand ** UNITS[match[2]] if match else 0
   if number <= 0:
     example = '32k or 32768' if thousand == 1024 else '1.3B or 350M'
@@ -135,7 +138,7 @@ def main(chosen: Settings) -> int:
       answer, closest(answer.best.candidate.shape, 3), chosen.workdir / FIGURE
     )
   else:
-    result = model_costs(answer, demand)
+    result = model_costs.costs_of(answer, demand)
   record.write_json(chosen.workdir / 'results.json', result)
   if JSON.value:
     print(json.dumps(result, indent=2))
@@ -143,7 +146,7 @@ def main(chosen: Settings) -> int:
     report(answer)
     print(f'recorded in {chosen.workdir}, figure {chosen.workdir / FIGURE}')
   else:
-    Console(width=80).print(_model_table(answer, demand, result))
+    Console(width=80).print(model_costs.table(answer, demand, result))
     print(f'recorded in {chosen.workdir}')
   return 0
 
@@ -173,7 +176,7 @@ def as_dict(choice: Choice) -> dict[str, Any]:
     'remedies': advice.remedies(choice),
     'quality_proxy': QUALITY_SOURCE,
     'unknown': list(advice.UNKNOWN),
-    'python': advice.as_python(best.candidate),
+    'python': as_python(best.candidate),
   }
 
 
@@ -218,7 +221,7 @@ def report(choice: Choice) -> None:
   _bullets('Rules', advice.rules(choice))
   _bullets('What this does not know', list(advice.UNKNOWN))
   print('\nTo paste:\n')
-  print(advice.as_python(choice.best.candidate))
+  print(as_python(choice.best.candidate))
 
 
 def _bullets(title: str, lines: list[str]) -> None:
@@ -284,91 +287,6 @@ def _strategies(choice: Choice) -> Table:
       f'{abs(row["quality_points_lost"]):.2f}',
       '*' * row['on_front'] + ' <' * row['recommended'],
     )
-  return table
-
-
-def model_costs(model: Published, demand: Demand) -> dict[str, Any]:
-  """What a published model costs under a demand."""
-  shape, place = model.shape, demand.place
-  length, batch = demand.seq_len, demand.batch
-  step = roofline.decode_step(shape, place, length, batch)
-  attention = shape.layers[0].attention
-  cache = roofline.device_cache_bytes(shape, place, length, batch)
-  return {
-    'model': model.name,
-    'source': model.source,
-    'demand': dataclasses.asdict(demand),
-    'params': dataclasses.asdict(costs.num_params(shape))
-    | {'total': costs.num_params(shape).total},
-    'cache_bytes_per_token': costs.cache_bytes(shape, dtype=demand.cache_dtype),
-    'cache_bytes_per_sequence': costs.cache_bytes(
-      shape, length, dtype=demand.cache_dtype
-    ),
-    'weight_bytes_per_device': roofline.weight_bytes(shape, place),
-    'cache_bytes_per_device': cache,
-    'score_bytes_per_layer': costs.score_bytes(attention, length),
-    'train_flops_per_token': costs.train_flops_per_token(shape, length),
-    'decode_flops_per_token': costs.decode_flops(shape, length),
-    'attention_intensity': costs.decode_intensity(
-      attention, length, demand.cache_dtype
-    ),
-    'ridge': place.hardware.ridge,
-    'step_seconds': step.seconds,
-    'step_parts': step.parts,
-    'bound': step.bound,
-    'tokens_per_second': step.tokens_per_second,
-    'prefill_seconds': roofline.prefill_seconds(shape, place, length, batch),
-    'max_batch': roofline.max_batch(shape, place, length),
-    'max_context': roofline.max_context(shape, place, batch),
-  }
-
-
-def _model_table(
-  model: Published, demand: Demand, result: dict[str, Any]
-) -> Table:
-  title = (
-    f'{model.name}, {demand.seq_len:,} tokens, batch {demand.batch}, '
-    f'{demand.devices} x {demand.hardware.name}'
-  )
-  table = Table(
-    title=title, box=box.SIMPLE, show_header=False, caption=model.source
-  )
-  params, gigabytes = result['params'], costs.gigabytes
-  used = result['weight_bytes_per_device'] + result['cache_bytes_per_device']
-  over = used - demand.hardware.memory
-  parts = result['step_parts'].items()
-  context = result['max_context']
-  for name, value in (
-    ('attention', f'{model.shape.layers[0].attention}'),
-    ('parameters', f'{params["total"]:,}, {params["active"]:,} active'),
-    (
-      'of them',
-      ', '.join(f'{x} {params[x]:,}' for x in ('attention', 'mlp')),
-    ),
-    ('cache a token', f'{result["cache_bytes_per_token"] / 1024:,.4g} KiB'),
-    ('cache a sequence', gigabytes(result['cache_bytes_per_sequence'])),
-    ('weights a device', gigabytes(result['weight_bytes_per_device'])),
-    ('cache a device', gigabytes(result['cache_bytes_per_device'])),
-    (
-      'fits',
-      'yes' if over <= 0 else f'no: {gigabytes(over)} too many a device',
-    ),
-    ('scores, exact form', gigabytes(result['score_bytes_per_layer'])),
-    ('training', f'{result["train_flops_per_token"]:.3g} FLOP a token'),
-    ('decoding', f'{result["decode_flops_per_token"]:.3g} FLOP a token'),
-    (
-      'attention reads',
-      f'{result["attention_intensity"]:.3g} FLOP a byte of cache; computing '
-      f'binds from {result["ridge"]:.0f} on',
-    ),
-    ('decode step', f'{result["step_seconds"] * 1e3:.3g} ms'),
-    ('its parts', ', '.join(f'{x} {s * 1e3:.3g} ms' for x, s in parts)),
-    ('tokens a second', f'{result["tokens_per_second"]:,.0f}'),
-    ('reading prompts', f'{result["prefill_seconds"]:.3g} s'),
-    ('most sequences', f'{result["max_batch"]:,}'),
-    ('most tokens', 'any' if context is None else f'{context:,}'),
-  ):
-    table.add_row(name, value)
   return table
 
 

@@ -11,11 +11,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from mha_jax.analysis import probing
-from mha_jax.analysis.candidates import Costed
+from mha_jax.analysis.candidates import Demand
 from mha_jax.analysis.configurator import MQA_LOSS, Choice, quality
 from mha_jax.analysis.costs import ModelShape, cache_bytes
 from mha_jax.analysis.published import Published
 from mha_jax.analysis.roofline import decode_step
+from mha_jax.analysis.rules import Costed
 
 STYLE: Any = {
   'font.size': 11,
@@ -286,14 +287,15 @@ def mla_rank(
         _difference(axes, [line], line['variant'], 's', f'C{i}')
       for line in latent:
         axes.annotate(
-          f'r={line["rank"]}',
-          (line['cache_share'], line['difference_max']),
-          xytext=(0, 5),
-          textcoords='offset points',
+          ('r = ' if line is latent[0] else '') + str(line['rank']),
+          (line['cache_share'], 0.97),
+          xycoords=('data', 'axes fraction'),
           ha='center',
+          color='C0',
           fontsize=9,
         )
-      axes.axvline(1 / 8, color='0.4', ls='--', lw=1, zorder=0)
+      axes.axvline(1 / 8, ymax=0.95, color='0.4', ls='--', lw=1, zorder=0)
+      axes.margins(y=0.12)
       axes.axhline(0, color='0.4', lw=1, zorder=0)
       axes.set_xscale('log', base=2)
       axes.xaxis.set_major_formatter(
@@ -488,55 +490,28 @@ def configure_heads(
 
   Args:
     choice: the recommendation and what else there is.
-    models: published ones to mark.
+    models: three published ones to mark.
     path: the PNG to write.
   """
   demand = choice.best.demand
-  place, length, batch = demand.place, demand.seq_len, demand.batch
-
-  def point(shape: ModelShape) -> tuple[float, float]:
-    cache = cache_bytes(shape, length, dtype=demand.cache_dtype) / length
-    step = decode_step(shape, place, length, batch)
-    return cache / 1024, step.seconds * 1e3
-
-  def points(rows: Sequence[Costed]) -> tuple[Any, Any]:
-    x, y = zip(*(point(x.candidate.shape) for x in rows), strict=True)
-    return x, y
-
   with mpl.rc_context(STYLE):
     figure = Figure(figsize=(8, 5.6), layout='constrained')
     axes = figure.subplots()
-    axes.scatter(*points(choice.feasible), s=9, c='0.82', label='feasible')
-    axes.plot(*points(choice.front), 'C0--', lw=1.2, label='Pareto front')
-    lost = [-quality(x.candidate.attention) for x in choice.strategies]
-    dots = axes.scatter(
-      *points(choice.strategies),
-      s=60,
-      c=lost,
-      cmap='viridis_r',
-      vmin=0,
-      vmax=MQA_LOSS,
-      edgecolors='k',
-      zorder=3,
-      label='strategies',
-    )
-    for i, x in enumerate(choice.strategies):
-      axes.annotate(
-        x.candidate.strategy,
-        point(x.candidate.shape),
-        xytext=(-9, 7) if i % 2 else (9, -12),
-        textcoords='offset points',
-        ha='right' if i % 2 else 'left',
-        fontsize=10,
-      )
-    best = point(choice.best.candidate.shape)
-    axes.plot(*best, 'r*', ms=20, mec='k', zorder=2.9, label='recommended')
-    for model, marker in zip(models, 'Dsv^P', strict=False):
-      axes.plot(
-        *point(model.shape), marker, mfc='w', mec='C3', ms=8, label=model.name
-      )
+    feasible = [
+      _cache_and_step(x.candidate.shape, demand) for x in choice.feasible
+    ]
+    marked = [_cache_and_step(model.shape, demand) for model in models]
+    x, y = zip(*feasible, strict=True)
+    axes.scatter(x, y, s=9, c='0.82', label='feasible')
+    dots = _strategies(axes, choice)
+    for model, at, marker in zip(models, marked, 'Dsv', strict=True):
+      axes.plot(*at, marker, mfc='w', mec='C3', ms=8, label=model.name)
     axes.set_xscale('log', base=2)
     axes.set_yscale('log', base=2)
+    times = [y for _, y in feasible + marked]
+    low, high = min(times), max(times)
+    room = (high / low) ** 0.2  # for the labels below
+    axes.set_ylim(low / max(room, 1.6), max(1.15 * high, 2.5 * low))
     for axis in (axes.xaxis, axes.yaxis):
       axis.set_major_formatter(lambda x, _: f'{x:.4g}')
     axes.set_xlabel('KV cache (KiB a token, all layers)')
@@ -544,8 +519,60 @@ def configure_heads(
     figure.colorbar(dots, label='points lost to multi-head (proxy)')
     figure.legend(loc='outside lower center', ncols=4, fontsize=10)
     figure.suptitle(
-      f'{demand.params / 1e9:.3g} B parameters, {length:,} tokens, batch '
-      f'{batch}, {demand.devices} x {demand.hardware.name}',
+      f'{demand.params / 1e9:.3g} B parameters, {demand.seq_len:,} tokens, '
+      f'batch {demand.batch}, {demand.devices} x {demand.hardware.name}',
       fontsize=11,
     )
     figure.savefig(path, dpi=150)
+
+
+def _cache_and_step(shape: ModelShape, demand: Demand) -> tuple[float, float]:
+  """KiB of a token's cache, on average over a sequence, and ms of a step."""
+  length, dtype = demand.seq_len, demand.cache_dtype
+  cache = cache_bytes(shape, length, dtype=dtype) / length
+  step = decode_step(shape, demand.place, length, demand.batch)
+  return cache / 1024, step.seconds * 1e3
+
+
+def _strategies(axes: Axes, choice: Choice) -> Any:
+  """Dots coloured by the proxy, rings on the front, a star on the best."""
+
+  def at(x: Costed) -> tuple[float, float]:
+    return _cache_and_step(x.candidate.shape, x.demand)
+
+  front, rows = choice.front, choice.strategies
+  axes.scatter(
+    [at(x)[0] for x in front],
+    [at(x)[1] for x in front],
+    s=220,
+    facecolors='none',
+    edgecolors='C0',
+    linewidths=2,
+    label='Pareto front',
+  )
+  dots = axes.scatter(
+    [at(x)[0] for x in rows],
+    [at(x)[1] for x in rows],
+    s=60,
+    c=[-quality(x.candidate.attention) for x in rows],
+    cmap='viridis_r',
+    vmin=0,
+    vmax=MQA_LOSS,
+    edgecolors='k',
+    zorder=3,
+    label='strategies',
+  )
+  for x in rows:
+    axes.annotate(
+      x.candidate.strategy,
+      at(x),
+      xytext=(8, -11),
+      textcoords='offset points',
+      rotation=-35,
+      rotation_mode='anchor',
+      fontsize=10,
+    )
+  axes.plot(
+    *at(choice.best), 'r*', ms=20, mec='k', zorder=2.9, label='recommended'
+  )
+  return dots

@@ -4,13 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from mha_jax.analysis.candidates import (
-  RULES,
-  Candidate,
-  Costed,
-  Demand,
-  kv_heads,
-)
+from mha_jax.analysis.candidates import Demand, kv_heads
 from mha_jax.analysis.configurator import (
   GQA_LOSS,
   LOSSES,
@@ -18,14 +12,14 @@ from mha_jax.analysis.configurator import (
   fitting_batch,
   quality,
 )
-from mha_jax.analysis.costs import attention_params, cache_elements, gigabytes
+from mha_jax.analysis.costs import cache_elements, gigabytes
 from mha_jax.analysis.published import Published
 from mha_jax.analysis.roofline import (
   decode_step,
   device_cache_bytes,
   weight_bytes,
 )
-from mha_jax.attention import LatentConfig
+from mha_jax.analysis.rules import RULES, Costed
 
 UNKNOWN = (
   'Quality is not predicted by formula: the proxy orders, it does not measure; '
@@ -163,39 +157,6 @@ def explain(costed: Costed, model: Published) -> str:
       f'its step {step.seconds * 1e3:.3g} ms.',
     ]
   )
-
-
-def as_python(candidate: Candidate) -> str:
-  """The attention of a layer as a module of this library, ready to run."""
-  attention = candidate.attention
-  if isinstance(attention, LatentConfig):
-    module = 'MultiHeadLatentAttention'
-    names = ['num_heads', 'kv_lora_rank', 'q_lora_rank', 'qk_nope_head_dim']
-    names += ['qk_rope_head_dim', 'v_head_dim']
-  else:
-    module = 'GroupedQueryAttention'
-    names = ['num_heads', 'num_kv_heads', 'head_dim', 'use_bias']
-  options = [f'  {name}={getattr(attention, name)},' for name in names]
-  assert attention.rope is not None
-  d = candidate.d_model
-  lines = (
-    'import jax',
-    'import jax.numpy as jnp',
-    '',
-    'import mha_jax.linen as mha',
-    'from mha_jax.attention import Rope, masks',
-    '',
-    f'# Each of {candidate.num_layers} layers, d_model {d}, beside a gated MLP',
-    f'# of {candidate.mlp_width}: {attention_params(attention):,} parameters.',
-    f'attention = mha.{module}(',
-    *options,
-    f'  rope=Rope(theta={attention.rope.theta:_}),',
-    ')',
-    f'x = jnp.zeros((1, 8, {d}))',
-    'variables = attention.init(jax.random.key(0), x)',
-    'y = attention.apply(variables, x, mask=masks.causal())',
-  )
-  return '\n'.join(lines) + '\n'
 
 
 def _why(name: str, factor: float, model: Published) -> str:

@@ -1,10 +1,8 @@
-"""Decoders that a parameter budget allows, and the rules that drop some.
+"""Decoders that a parameter budget allows.
 
   demand = Demand(params=1.3e9, seq_len=32_768, hardware=hardware('h100'))
   for candidate in candidates(demand): ...
-  costed = Costed(candidate, demand)
-  costed.step.seconds, costed.memory
-  [rule.name for rule in RULES if rule.broken_by(costed)]
+  candidate.shape, as_python(candidate)
 
 Widths are multiples of 128; depth and MLP lie in the ranges that published
 models span; there are h = d / k heads, key/value heads are a divisor of them,
@@ -14,23 +12,18 @@ and latents have DeepSeek's proportions. The MLP fills the budget up.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from mha_jax.analysis.costs import (
   Mlp,
   ModelShape,
   attention_params,
   itemsize,
-  num_params,
   stack,
 )
 from mha_jax.analysis.hardware import Hardware
 from mha_jax.analysis.roofline import (
   Placement,
-  Step,
-  decode_step,
-  device_cache_bytes,
-  weight_bytes,
 )
 from mha_jax.attention import (
   AttentionConfig,
@@ -42,8 +35,6 @@ from mha_jax.attention import (
 
 OBJECTIVES = ('quality', 'throughput', 'latency')
 HEAD_DIMS = (64, 80, 96, 128, 256)
-USUAL_HEAD_DIMS = (64, 128)
-"""Features of a head at the least and at the most, unless asked for."""
 ASPECTS = (50, 160)
 """d / layers: GPT-2 64, Gemma 2 85, Llama-3 70B 102, Llama-3 8B 128."""
 MLP_RATIOS = (2.5, 5.5)
@@ -197,137 +188,6 @@ class Candidate:
     return sum(abs(math.log2(x)) for x in ratios)
 
 
-@dataclasses.dataclass(frozen=True)
-class Costed:
-  """A candidate and what it takes under a demand, as far as one asks.
-
-  Args:
-    candidate: the decoder.
-    demand: where and how it runs.
-  """
-
-  candidate: Candidate
-  demand: Demand
-
-  @functools.cached_property
-  def params(self) -> int:
-    return num_params(self.candidate.shape).total
-
-  @functools.cached_property
-  def weight_bytes(self) -> float:
-    """On each device."""
-    return weight_bytes(self.candidate.shape, self.demand.place)
-
-  @functools.cached_property
-  def cache_bytes(self) -> float:
-    """Of a whole batch, on each device."""
-    demand = self.demand
-    return device_cache_bytes(
-      self.candidate.shape, demand.place, demand.seq_len, demand.batch
-    )
-
-  @property
-  def memory(self) -> float:
-    """Bytes on each device."""
-    return self.weight_bytes + self.cache_bytes
-
-  @property
-  def token_bytes(self) -> float:
-    """Of the cache of a token in all layers, however many devices keep it."""
-    elements = self.candidate.attention.cache_elements
-    size = itemsize('cache_dtype', self.demand.cache_dtype)
-    return elements * self.candidate.num_layers * size
-
-  @functools.cached_property
-  def step(self) -> Step:
-    """A decode step at the full length."""
-    demand = self.demand
-    return decode_step(
-      self.candidate.shape, demand.place, demand.seq_len, demand.batch
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class Rule:
-  """What a candidate must hold.
-
-  Args:
-    name: a word or two.
-    words: what it asks and why.
-    broken_by: whether a candidate breaks it.
-  """
-
-  name: str
-  words: str
-  broken_by: Callable[[Costed], bool]
-
-
-def on_tpu(hardware: Hardware) -> bool:
-  """Whether a device is a TPU, by its name: v5e, tpu-v4, ..."""
-  name = hardware.name.lower().removeprefix('tpu').lstrip('-_ ')
-  return name != hardware.name.lower() or name[:2] in ('v4', 'v5', 'v6', 'v7')
-
-
-def _strange_head(costed: Costed) -> bool:
-  least, most = USUAL_HEAD_DIMS
-  asked = costed.demand.head_dim is not None
-  return not (asked or least <= costed.candidate.head_dim <= most)
-
-
-def _off_lanes(costed: Costed) -> bool:
-  lanes = 128 if on_tpu(costed.demand.hardware) else 64
-  asked = costed.demand.head_dim is not None
-  return not asked and costed.candidate.head_dim % lanes != 0
-
-
-def _splits_badly(costed: Costed) -> bool:
-  candidate, ways = costed.candidate, costed.demand.devices
-  n = candidate.num_kv_heads or ways
-  return any(x % ways for x in (candidate.num_heads, candidate.mlp_width, n))
-
-
-def _too_large(costed: Costed) -> bool:
-  return costed.memory > costed.demand.hardware.memory
-
-
-def _too_slow(costed: Costed) -> bool:
-  bound = costed.demand.latency_ms
-  return bound is not None and costed.step.seconds * 1e3 > bound
-
-
-HEAD_DIM = Rule(
-  'head_dim',
-  'a head has 64 to 128 features unless you ask for others (--head_dim): '
-  'published models outside are rare, Gemma with 256 among them',
-  _strange_head,
-)
-LANES = Rule(
-  'lanes',
-  'head_dim fills the lanes of the hardware: multiples of 64, of 128 on TPU, '
-  'whose matrix units are 128 or 256 wide; what is missing is padded',
-  _off_lanes,
-)
-SPLIT = Rule(
-  'split',
-  'query and key/value heads divide over the devices: with fewer key/value '
-  'heads than devices each still keeps one, so as many heads as devices cost '
-  'no more cache there; a latent stands on every device',
-  _splits_badly,
-)
-MEMORY = Rule(
-  'memory',
-  'weights and the caches of the whole batch fit into the memory of a device',
-  _too_large,
-)
-LATENCY = Rule(
-  'latency',
-  'a decode step at the full length takes no longer than --latency_ms',
-  _too_slow,
-)
-RULES = (HEAD_DIM, LANES, SPLIT, MEMORY, LATENCY)
-"""In the order in which they are asked."""
-
-
 def candidates(demand: Demand) -> Iterator[Candidate]:
   """The decoders whose parameters are within 3 % of the budget."""
   for d in _widths():
@@ -335,18 +195,59 @@ def candidates(demand: Demand) -> Iterator[Candidate]:
     if table > demand.params:
       return
     tied = 2 * table > TIED_SHARE * demand.params
+    outside = (1 if tied else 2) * table + d
+    depths = [
+      (layers, room)
+      for layers in _depths(d)
+      for room in [(demand.params - outside) / layers - 2 * d]
+      if 3 * MLP_RATIOS[0] < room / d**2 < 3 * MLP_RATIOS[1] + 5
+    ]  # attention has no more than 5 d^2 parameters
+    if not depths:
+      continue
+    unit = math.lcm(128, demand.devices)
+    unit = unit if unit <= d else 128  # which rule then drops
     for attention in _attentions(d, demand):
       own = attention_params(attention)
-      for layers in _depths(d):
-        outside = (1 if tied else 2) * table + d
-        room = (demand.params - outside) / layers - own - 2 * d
-        unit = math.lcm(128, demand.devices)
-        width = round(room / (3 * d) / unit) * unit
+      for layers, room in depths:
+        width = round((room - own) / (3 * d) / unit) * unit
         if not MLP_RATIOS[0] <= width / d <= MLP_RATIOS[1]:
           continue
         total = outside + layers * (own + 2 * d + 3 * d * width)
         if abs(total / demand.params - 1) <= TOLERANCE:
           yield Candidate(attention, layers, width, demand.vocab_size, tied)
+
+
+def as_python(candidate: Candidate) -> str:
+  """The attention of a layer as a module of this library, ready to run."""
+  attention = candidate.attention
+  if isinstance(attention, LatentConfig):
+    module = 'MultiHeadLatentAttention'
+    names = ['num_heads', 'kv_lora_rank', 'q_lora_rank', 'qk_nope_head_dim']
+    names += ['qk_rope_head_dim', 'v_head_dim']
+  else:
+    module = 'GroupedQueryAttention'
+    names = ['num_heads', 'num_kv_heads', 'head_dim', 'use_bias']
+  options = [f'  {name}={getattr(attention, name)},' for name in names]
+  assert attention.rope is not None
+  d = candidate.d_model
+  lines = (
+    'import jax',
+    'import jax.numpy as jnp',
+    '',
+    'import mha_jax.linen as mha',
+    'from mha_jax.attention import Rope, masks',
+    '',
+    f'# Each of {candidate.num_layers} layers, d_model {d}, beside a gated MLP',
+    f'# of {candidate.mlp_width}: {attention_params(attention):,} parameters.',
+    f'attention = mha.{module}(',
+    *options,
+    f'  rope=Rope(theta={attention.rope.theta:_}),',
+    ')',
+    f'x = jnp.zeros((1, 8, {d}))',
+    'variables = attention.init(jax.random.key(0), x)',
+    'y = attention.apply(variables, x, mask=masks.causal())',
+  )
+  return '\n'.join(lines) + '\n'
 
 
 def kv_heads(attention: AttentionConfig) -> int | None:
@@ -375,14 +276,16 @@ def _attentions(
 ) -> Iterator[GroupedConfig | LatentConfig]:
   """MHA, GQA and MQA with every divisor of the heads, and MLA.
 
+  Of more heads than 4 multiples of 4, as all published have them, so that 2 or
+  4 devices can share them.
   Latents as DeepSeek-V2's: r = 4 k, p = k / 2, from d = 5120 on queries too
   come from one, of 3 r features; r and p are multiples of 64.
   """
   rope = Rope(10_000.0 if demand.seq_len <= 4096 else 500_000.0)
   for k in HEAD_DIMS if demand.head_dim is None else (demand.head_dim,):
-    if d % k:
-      continue
     h = d // k
+    if d % k or (h > 4 and h % 4):
+      continue
     for n in range(1, h + 1):
       if h % n == 0:
         yield GroupedConfig(d, h, n, k, use_bias=False, rope=rope)

@@ -15,18 +15,11 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from mha_jax.analysis.candidates import (
-  MEMORY,
-  RULES,
-  Costed,
-  Demand,
-  Rule,
-  candidates,
-  kv_heads,
-)
+from mha_jax.analysis.candidates import Demand, candidates, kv_heads
 from mha_jax.analysis.costs import ModelShape, gigabytes, num_params
 from mha_jax.analysis.published import PUBLISHED, Published
 from mha_jax.analysis.roofline import decode_step
+from mha_jax.analysis.rules import MEMORY, RULES, Costed, Rule
 from mha_jax.attention import AttentionConfig
 
 MQA_LOSS, GQA_LOSS = 0.6, 0.1
@@ -267,11 +260,11 @@ def _failure(rule: Rule, left: Sequence[Costed]) -> str:
       f'({best.candidate.words}, bound by {best.step.bound}); take more '
       'devices, fewer sequences or smaller dtypes'
     )
-  have = sorted({x.candidate.num_heads for x in left})
+  heads = sorted({x.candidate.num_heads for x in left})
   return (
-    f'{rule.name}: no candidate holds that {rule.words}; devices='
-    f'{demand.devices}, heads from {have[0]} to {have[-1]}; change devices, '
-    'params or head_dim'
+    f'{rule.name}: devices={demand.devices}, but of {len(left):,} shapes of '
+    f'{heads[0]} to {heads[-1]} heads none holds that {rule.words}; change '
+    'devices or params, or ask for a head_dim'
   )
 
 

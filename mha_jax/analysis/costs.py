@@ -421,6 +421,7 @@ def gigabytes(size: float) -> str:
 
 
 def check_sizes(length: int, batch: int) -> None:
+  """Raises a ValueError unless both are positive integers."""
   checks.positive('length', length)
   checks.positive('batch', batch)
 
@@ -440,19 +441,35 @@ def _row_params(row: Row, devices: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def attention_params(attention: AttentionConfig, devices: int = 1) -> int:
-  """Parameters of an attention on each device."""
+  """Parameters of an attention on each device.
+
+  Args:
+    attention: its config.
+    devices: ways that heads are split.
+  """
   return sum(_row_params(row, devices) for row in attention.table.values())
 
 
 def mlp_params(layer: Layer, tokens: float, devices: int = 1) -> float:
-  """Parameters of its MLP that so many tokens use, on each device."""
+  """Parameters of a layer's MLP that so many tokens use, on each device.
+
+  Args:
+    layer: the layer.
+    tokens: of a step; math.inf: all are used.
+    devices: ways that hidden features are split.
+  """
   if layer.mlp is None:
     return 0
   return layer.mlp.num_params(layer.attention.d_model, tokens, devices)
 
 
 def device_elements(attention: AttentionConfig, devices: int) -> int:
-  """Elements of a token's entries on each device: heads are split."""
+  """Elements of a token's entries on each device.
+
+  Args:
+    attention: its config.
+    devices: ways that heads are split; past n ways each device keeps one.
+  """
   return sum(
     math.ceil(heads / devices) * features
     for heads, features in attention.entry_shapes
@@ -470,7 +487,13 @@ def _head_widths(attention: AttentionConfig, expanded: bool) -> tuple[int, int]:
 
 
 def core_flops(shape: ModelShape, length: int, devices: int = 1) -> float:
-  """FLOPs of scores and outputs of a whole sequence, on each device."""
+  """FLOPs of scores and outputs of a whole sequence, on each device.
+
+  Args:
+    shape: the model.
+    length: tokens of the sequence.
+    devices: ways that heads are split.
+  """
   total = 0.0
   for layer, count in shape.groups:
     attention = layer.attention
@@ -484,7 +507,17 @@ def core_flops(shape: ModelShape, length: int, devices: int = 1) -> float:
 def attention_step(
   layer: Layer, length: int, devices: int = 1
 ) -> tuple[float, float]:
-  """FLOPs of a new token's attention and elements read, on each device."""
+  """What a new token's attention takes on each device; see `decode_flops`.
+
+  Args:
+    layer: the layer.
+    length: tokens of the sequence, the new one included.
+    devices: ways that heads are split.
+
+  Returns:
+    FLOPs, and elements read: of the cache, and in the expanded form of latent
+    attention of the keys and values that are made.
+  """
   attention, keys = layer.attention, layer.keys(length)
   expanded = attention.expands(1, keys)
   k, v = _head_widths(attention, expanded)

@@ -1,0 +1,154 @@
+"""What candidates cost, and the rules that drop some.
+
+costed = Costed(candidate, demand)
+costed.step.seconds, costed.memory
+[rule.name for rule in RULES if rule.broken_by(costed)]
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+from mha_jax.analysis.candidates import Candidate, Demand
+from mha_jax.analysis.costs import itemsize, num_params
+from mha_jax.analysis.hardware import Hardware
+from mha_jax.analysis.roofline import (
+  Step,
+  decode_step,
+  device_cache_bytes,
+  weight_bytes,
+)
+
+USUAL_HEAD_DIMS = (64, 128)
+"""Features of a head at the least and at the most, unless asked for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Costed:
+  """A candidate and what it takes under a demand, as far as one asks.
+
+  Args:
+    candidate: the decoder.
+    demand: where and how it runs.
+  """
+
+  candidate: Candidate
+  demand: Demand
+
+  @functools.cached_property
+  def params(self) -> int:
+    return num_params(self.candidate.shape).total
+
+  @functools.cached_property
+  def weight_bytes(self) -> float:
+    """On each device."""
+    return weight_bytes(self.candidate.shape, self.demand.place)
+
+  @functools.cached_property
+  def cache_bytes(self) -> float:
+    """Of a whole batch, on each device."""
+    demand = self.demand
+    return device_cache_bytes(
+      self.candidate.shape, demand.place, demand.seq_len, demand.batch
+    )
+
+  @property
+  def memory(self) -> float:
+    """Bytes on each device."""
+    return self.weight_bytes + self.cache_bytes
+
+  @property
+  def token_bytes(self) -> float:
+    """Of the cache of a token in all layers, however many devices keep it."""
+    elements = self.candidate.attention.cache_elements
+    size = itemsize('cache_dtype', self.demand.cache_dtype)
+    return elements * self.candidate.num_layers * size
+
+  @functools.cached_property
+  def step(self) -> Step:
+    """A decode step at the full length."""
+    demand = self.demand
+    return decode_step(
+      self.candidate.shape, demand.place, demand.seq_len, demand.batch
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+  """What a candidate must hold.
+
+  Args:
+    name: a word or two.
+    words: what it asks and why.
+    broken_by: whether a candidate breaks it.
+  """
+
+  name: str
+  words: str
+  broken_by: Callable[[Costed], bool]
+
+
+def on_tpu(hardware: Hardware) -> bool:
+  """Whether a device is a TPU, by its name: v5e, tpu-v4, ..."""
+  name = hardware.name.lower().removeprefix('tpu').lstrip('-_ ')
+  return name != hardware.name.lower() or name[:2] in ('v4', 'v5', 'v6', 'v7')
+
+
+def _strange_head(costed: Costed) -> bool:
+  least, most = USUAL_HEAD_DIMS
+  asked = costed.demand.head_dim is not None
+  return not (asked or least <= costed.candidate.head_dim <= most)
+
+
+def _off_lanes(costed: Costed) -> bool:
+  lanes = 128 if on_tpu(costed.demand.hardware) else 64
+  asked = costed.demand.head_dim is not None
+  return not asked and costed.candidate.head_dim % lanes != 0
+
+
+def _splits_badly(costed: Costed) -> bool:
+  candidate, ways = costed.candidate, costed.demand.devices
+  n = candidate.num_kv_heads or ways
+  return any(x % ways for x in (candidate.num_heads, candidate.mlp_width, n))
+
+
+def _too_large(costed: Costed) -> bool:
+  return costed.memory > costed.demand.hardware.memory
+
+
+def _too_slow(costed: Costed) -> bool:
+  bound = costed.demand.latency_ms
+  return bound is not None and costed.step.seconds * 1e3 > bound
+
+
+HEAD_DIM = Rule(
+  'head_dim',
+  'a head has 64 to 128 features unless you ask for others (--head_dim): '
+  'published models outside are rare, Gemma with 256 among them',
+  _strange_head,
+)
+LANES = Rule(
+  'lanes',
+  'head_dim fills the lanes of the hardware: multiples of 64, of 128 on TPU, '
+  'whose matrix units are 128 or 256 wide; what is missing is padded',
+  _off_lanes,
+)
+SPLIT = Rule(
+  'split',
+  'query and key/value heads divide over the devices: with fewer key/value '
+  'heads than devices each still keeps one, so as many heads as devices cost '
+  'no more cache there; a latent stands on every device',
+  _splits_badly,
+)
+MEMORY = Rule(
+  'memory',
+  'weights and the caches of the whole batch fit into the memory of a device',
+  _too_large,
+)
+LATENCY = Rule(
+  'latency',
+  'a decode step at the full length takes no longer than --latency_ms',
+  _too_slow,
+)
+RULES = (HEAD_DIM, LANES, SPLIT, MEMORY, LATENCY)
+"""In the order in which they are asked."""
