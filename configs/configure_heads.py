@@ -1,6 +1,6 @@
 """The demand that `experiments.configure_heads` answers; its flags override it.
 
-  python -m experiments.configure_heads                               (5 s)
+  python -m experiments.configure_heads                               (2 s)
   python -m experiments.configure_heads --config=configs/configure_heads.py:tiny
 
 The default asks for 1.3 B parameters that decode 16 sequences of 32,768 tokens

@@ -1,9 +1,8 @@
 """Which heads should a new decoder have, and which projections?
 
-  python -m experiments.configure_heads --params=1.3B --seq_len=32k \
-    --hardware=h100 --batch=16
-  python -m experiments.configure_heads --params=70B --devices=8 \
-    --latency_ms=20 --objective=throughput --json
+  python -m experiments.configure_heads --params=1.3B --seq_len=32k --batch=16
+  python -m experiments.configure_heads --hardware=v5e --devices=8 --json
+  python -m experiments.configure_heads --latency_ms=20 --objective=throughput
   python -m experiments.configure_heads --model=llama3-70b --devices=8
 
 From a budget of parameters, a length and the hardware: a recommendation with
@@ -208,6 +207,12 @@ def _row(choice: Choice, costed: Costed) -> dict[str, Any]:
 def report(choice: Choice) -> None:
   """Prints the recommendation, why, what else, and what to paste."""
   console = Console(width=80, highlight=False)
+  demand = choice.best.demand
+  print(
+    f'{costs.counted(demand.params)} parameters, {demand.seq_len:,} tokens, '
+    f'batch {demand.batch}, {demand.devices} x {demand.hardware.name}, '
+    f'{demand.objective}:'
+  )
   console.print(_recommendation(choice.best))
   _bullets('Why', advice.reasons(choice))
   console.print(_strategies(choice))
@@ -231,13 +236,8 @@ def _bullets(title: str, lines: list[str]) -> None:
 
 
 def _recommendation(best: Costed) -> Table:
-  demand, x = best.demand, best.candidate
-  title = (
-    f'{demand.params / 1e9:.3g} B parameters, {demand.seq_len:,} tokens, batch '
-    f'{demand.batch}, {demand.devices} x {demand.hardware.name}, '
-    f'{demand.objective}'
-  )
-  table = Table(title=title, box=box.SIMPLE, show_header=False)
+  x = best.candidate
+  table = Table(box=box.SIMPLE, show_header=False)
   sizes = dict(x.attention.sizes)
   rank = f'r = {sizes.get("r")}, p = {sizes.get("p")}'
   if 'q' in sizes:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from mha_jax.analysis import probing
 from mha_jax.analysis.candidates import Demand
 from mha_jax.analysis.configurator import MQA_LOSS, Choice, quality
-from mha_jax.analysis.costs import ModelShape, cache_bytes
+from mha_jax.analysis.costs import ModelShape, cache_bytes, counted
 from mha_jax.analysis.published import Published
 from mha_jax.analysis.roofline import decode_step
 from mha_jax.analysis.rules import Costed
@@ -519,8 +519,8 @@ def configure_heads(
     figure.colorbar(dots, label='points lost to multi-head (proxy)')
     figure.legend(loc='outside lower center', ncols=4, fontsize=10)
     figure.suptitle(
-      f'{demand.params / 1e9:.3g} B parameters, {demand.seq_len:,} tokens, '
-      f'batch {demand.batch}, {demand.devices} x {demand.hardware.name}',
+      f'{counted(demand.params)} parameters, {demand.seq_len:,} tokens, batch '
+      f'{demand.batch}, {demand.devices} x {demand.hardware.name}',
       fontsize=11,
     )
     figure.savefig(path, dpi=150)

@@ -38,6 +38,7 @@ from experiments.points import (
   seeds_from,
   train_points,
 )
+from mha_jax.attention import checks
 from mha_jax.training import record
 
 RANKS = flags.DEFINE_list('ranks', ['4', '12', '64'], 'latent ranks r of MLA')
@@ -67,7 +68,7 @@ def parse() -> Settings:
         '--rotary'
       )
   ranks = sorted(set(command_line.positive_ints('ranks', RANKS.value)))
-  sizes = [int(x) if x.isdigit() else -1 for x in ROTARY.value]
+  sizes = [int(x) if x.isdecimal() else -1 for x in ROTARY.value]
   if not sizes or any(p < 0 or p % 2 for p in sizes):
     raise ValueError(
       f'--rotary={",".join(ROTARY.value)} must be even numbers from 0 on, with '
@@ -99,6 +100,8 @@ def _models(
 ) -> list[tuple[str, int, dict[str, Any]]]:
   """(name, p, changes of the model's config) of each model; MHA is first."""
   h, d = config.model.num_heads, config.model.d_model
+  checks.positive('--config.model.num_heads', h)
+  checks.positive('--config.model.d_model', d)
   k = config.model.head_dim or d // h
   positions = {'positions': 'rope' if p else 'learned'}
   widths = [x for x in range(1, k) if k % x == 0 and not (p and x % 2)]

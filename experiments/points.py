@@ -38,6 +38,16 @@ EQUAL_PARAMS = flags.DEFINE_bool(
 ROW = ('key', 'seeds', 'status')
 """What every line of results.jsonl has."""
 
+NUMBERS = (
+  'params',
+  'steps_per_s',
+  'final_loss',
+  'final_accuracy',
+  'loss',
+  'accuracy',
+)
+"""What a finished one has besides, see `train_seeds`."""
+
 Row = dict[str, Any]
 
 
@@ -91,7 +101,8 @@ def train_points(
   path = workdir / 'results.jsonl'
   with record.exclusive(workdir), stop_on_signal() as request:
     record.write_json(workdir / 'env.json', record.environment())
-    done = {row['key']: row for row in record.read_jsonl(path, *ROW)}
+    rows = [row for row in record.read_jsonl(path, *ROW) if _is_whole(row)]
+    done = {row['key']: row for row in rows}
     for point in points:
       kept = done.get(point.key)
       if kept is None or kept['status'] != 'finished':
@@ -108,6 +119,12 @@ def train_points(
         break
   rows = [done[x.key] | x.labels for x in points if x.key in done]
   return rows, request.signal
+
+
+def _is_whole(row: Row) -> bool:
+  """Whether a line has all that a table needs; another is trained again."""
+  known = isinstance(row['key'], str)
+  return known and (row['status'] != 'finished' or set(NUMBERS) <= set(row))
 
 
 def measure(point: Point, request: StopRequest) -> Row | None:

@@ -8,7 +8,7 @@ Looks into a recorded run, or trains the model of the config first. Scores come
 from mha_jax.analysis.probing, which says what each is: duplicate tokens and
 prefix matching on repeated random sequences, the others on validation
 examples. Beside them stands what the loss does without the head. Prints a table
-and writes results.csv, divergence.csv (between heads of a layer),
+and writes heads.csv, divergence.csv (between heads of a layer),
 probe_heads.png and probe_heads.html, a page to look at single tokens with, into
 the workdir.
 """
@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments import command_line, figures, settings, trained
-from experiments.trained import BATCH_SIZE, RUN
+from experiments.trained import BATCH_SIZE
 from mha_jax.analysis import page, probing, pruning
 from mha_jax.tasks import Batch
 from mha_jax.training import record
@@ -54,13 +54,18 @@ class Settings:
 
 def parse() -> Settings:
   config = flags.FLAGS.config
-  run = pathlib.Path(RUN.value) if RUN.value else None
-  if run is None:
-    settings.experiment_from(config)
-    name = config.name
-  else:
+  run = trained.run_folder()
+  experiment = (
     settings.recorded_experiment(run)
-    name = run.name
+    if run
+    else settings.experiment_from(config)
+  )
+  if experiment.task.max_len < 4:
+    raise ValueError(
+      f'task.length gives sequences of {experiment.task.max_len} tokens; a '
+      'repetition needs 4'
+    )
+  name = run.name if run else config.name
   workdir = settings.workdir_from(flags.FLAGS.workdir, f'probe_heads-{name}')
   return Settings(run, config, EXAMPLES.value, BATCH_SIZE.value, workdir)
 
@@ -88,7 +93,7 @@ def score(model: trained.Model, batch_size: int) -> list[dict[str, Any]]:
   config, params = model.experiment.model, model.params
   task = model.experiment.task
   batch = trained.batch(model, 0, batch_size)
-  length = max(2, task.max_len // 2)
+  length = task.max_len // 2
   repeats = probing.repeated_tokens(
     jax.random.key(model.experiment.train.seed),
     batch_size,
@@ -164,7 +169,7 @@ def report(
   for name in sorted({row['name'] for row in rows} - {''}):
     print(effect(name, rows, model, chosen.batch_size))
   print(CAUTION)
-  record.write_csv(chosen.workdir / 'results.csv', rows)
+  record.write_csv(chosen.workdir / 'heads.csv', rows)
   record.write_csv(chosen.workdir / 'divergence.csv', pairs)
   figure = chosen.workdir / 'probe_heads.png'
   figures.probe_heads(maps, rows, layers, setting, figure)
@@ -201,7 +206,9 @@ def _table(rows: list[dict[str, Any]], setting: str) -> Table:
     table.add_column(name, justify='right', no_wrap=True)
   for row in rows:
     cells = ['-' if row[name] is None else f'{row[name]:.2f}' for name in names]
-    table.add_row(f'{row["layer"]}.{row["head"]}', *cells, row['name'])
+    table.add_row(
+      f'{row["layer"]}.{row["head"]}', *cells, row['name'].replace(' ', '\n')
+    )
   return table
 
 

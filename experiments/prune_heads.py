@@ -9,7 +9,7 @@ gradient an example), by the oracle (the loss without each single head), and in
 random orders, and draws the loss on other examples against the share that is
 gone. Then prunes a share of the heads for real and holds the smaller model
 against the one with gates. Trains a model for each seed first, or takes a
-recorded run. Writes results.csv, pruned.csv and prune_heads.png.
+recorded run. Writes curves.csv, pruned.csv and prune_heads.png.
 """
 
 import dataclasses
@@ -33,17 +33,17 @@ from experiments import (
   trained,
 )
 from experiments.suites.case import compiled
-from experiments.trained import BATCH_SIZE, RUN
+from experiments.trained import BATCH_SIZE
 from mha_jax.analysis import pruning
 from mha_jax.attention import checks
 from mha_jax.decoder import DecoderConfig, DecoderLM
 from mha_jax.training import record
 
 MODELS = flags.DEFINE_integer(
-  'models', 3, 'models to train, seeds from train.seed on', lower_bound=1
+  'models', 3, 'models to train, seeds from train.seed on', 1, 1000
 )
 ORDERS = flags.DEFINE_integer(
-  'random_orders', 8, 'random orders a model', lower_bound=1
+  'random_orders', 8, 'random orders a model', 1, 10_000
 )
 KIND = flags.DEFINE_enum(
   'kind', 'zero', pruning.KINDS, 'what stands in place of a head'
@@ -63,11 +63,9 @@ class Settings:
 def parse() -> Settings:
   config = flags.FLAGS.config
   checks.real('--share', SHARE.value, 0, 1)
-  run = pathlib.Path(RUN.value) if RUN.value else None
+  run = trained.run_folder('models')
   if run is None:
     trained.experiments(config, MODELS.value)
-  else:
-    settings.recorded_experiment(run)
   name = run.name if run else config.name
   kind = '' if KIND.value == 'zero' else f'-{KIND.value}'
   workdir = settings.workdir_from(
@@ -171,7 +169,14 @@ def report(
     print(trained.described(model))
   console.print(_curve_table(curves))
   console.print(_pruned_table(pruned))
-  record.write_csv(chosen.workdir / 'results.csv', curves)
+  kept, heads = pruned[0]['heads_kept'], pruned[0]['heads']
+  if kept != round((1 - SHARE.value) * heads):
+    print(
+      f'--share={SHARE.value:g} of {heads} heads is not reached: the query '
+      'heads of a key/value head go together, and each layer keeps one such '
+      'group'
+    )
+  record.write_csv(chosen.workdir / 'curves.csv', curves)
   record.write_csv(chosen.workdir / 'pruned.csv', pruned)
   figure = chosen.workdir / 'prune_heads.png'
   name = chosen.run.name if chosen.run else chosen.config.name

@@ -75,17 +75,24 @@ def recorded_experiment(workdir: pathlib.Path) -> Experiment:
     ) from error
   except ValueError as error:
     raise ValueError(f'{path} is no JSON ({error})') from error
+  if not isinstance(saved, dict):
+    raise ValueError(f'{path} is no config; name the folder of a run')
   config = ConfigDict({'name': workdir.name} | saved)
   check_sections(config)
   sizes = ('vocab_size', 'max_len')  # the task's
   config.model = {k: x for k, x in config.model.items() if k not in sizes}
   task = {k: x for k, x in config.task.items() if k != 'digest'}
   config.task = ConfigDict(task)
-  experiment = experiment_from(config)
-  if record.as_json(experiment.task) != saved['task']:
+  try:
+    experiment = experiment_from(config)
+  except ValueError as error:
+    raise ValueError(f'{path}: {error}') from error
+  now, then = record.as_json(experiment.task), saved['task']
+  if changed := [x for x in {**now, **then} if now.get(x) != then.get(x)]:
+    what = 'the text has changed' if changed == ['digest'] else f'{changed}'
     raise ValueError(
-      f'{path}: the text has changed since the run; task.path='
-      f'{task.get("path")!r} must hold what it held then'
+      f'{path} records another task than it builds: {what}; give back what was '
+      'there, or train again'
     )
   return experiment
 

@@ -142,6 +142,10 @@ def study(config: ConfigDict) -> tuple[Sweep, ...]:
       '--config.model.head_dim'
     )
   length = config.task.length
+  if length % 4:
+    raise ValueError(
+      f'--config.task.length={length} must be a multiple of 4 with --study'
+    )
   symbols = max(2, config.task.num_symbols // 4)
   two = {'task.pairs': True, 'task.num_symbols': symbols}
   ragged = {'task.min_length': max(1, length // 4)}

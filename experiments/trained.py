@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import pathlib
 import signal
+import sys
 from typing import Any
 
 import jax
@@ -21,7 +22,11 @@ RUN = flags.DEFINE_string(
   'run', None, 'folder of a run of experiments.train; default: train the config'
 )
 BATCH_SIZE = flags.DEFINE_integer(
-  'batch_size', 128, 'validation examples that numbers are means over', 1
+  'batch_size',
+  128,
+  'validation examples that numbers are means over',
+  lower_bound=1,
+  upper_bound=2**16,
 )
 
 ANALYSIS = 100  # a stream of keys apart from those of training
@@ -40,6 +45,31 @@ class Model:
   experiment: train.Experiment
   params: Any
   step: int
+
+
+def run_folder(*unused: str) -> pathlib.Path | None:
+  """The folder that --run names; None: none.
+
+  Args:
+    *unused: flags that have no effect beside --run, as all of --config.
+
+  Raises:
+    ValueError: the flag is empty, one of those is given too, or the folder
+      holds no run.
+  """
+  if RUN.value is None:
+    return None
+  if not RUN.value:
+    raise ValueError('--run= is empty; name the folder of a run')
+  idle = [a for a in sys.argv if a.startswith(('--config', '-config'))]
+  idle += [f'--{name}' for name in unused if flags.FLAGS[name].present]
+  if idle:
+    raise ValueError(
+      f'{idle[0]} has no effect beside --run={RUN.value}; leave one of them out'
+    )
+  folder = pathlib.Path(RUN.value)
+  settings.recorded_experiment(folder)
+  return folder
 
 
 def load(workdir: pathlib.Path) -> Model:

@@ -230,15 +230,16 @@ def _keys_and_values(choice: Choice) -> list[str]:
     )
   elif n == h:
     said.append(
-      f'All {h} heads keep keys and values: no fewer, of 8 or more, divide '
-      'them.'
+      f'Every head keeps keys and values: no smaller divisor of {h} leaves '
+      'eight or more.'
     )
   else:
     said.append(
-      f"{n} key/value heads for {h}, 1/{h // n} of multi-head's cache, lose "
-      f'{lost:.2g} points of the proxy: eight lost 0.1 of 47.2, one 0.6 '
-      f'(Ainslie et al. 2023, table 1). {objective} gives up '
-      f'{LOSSES[objective]:g} points for what it asks for.'
+      f'{n} key/value head{"s" * (n > 1)} for {h}, 1/{h // n} of '
+      f"multi-head's cache: {lost:.2g} points of the proxy lost. Eight lost "
+      '0.1 of 47.2, one 0.6 (Ainslie et al. 2023, table 1); the objective '
+      f'{objective} gives up {LOSSES[objective]:g} below the best that no rule '
+      'drops.'
     )
   better = {
     x.candidate.words: name
@@ -264,9 +265,15 @@ def _latent(choice: Choice) -> list[str]:
     broken = [
       name
       for name, dropped in choice.dropped.items()
-      if any(x.candidate.kind == 'MLA' for x in dropped)
+      if any(
+        x.candidate.kind == 'MLA'
+        and x.candidate.head_dim == best.candidate.head_dim
+        for x in dropped
+      )
     ]
-    return [f'Latent attention breaks a rule: {" or ".join(broken)}.']
+    if broken:
+      return [f'Latent attention breaks a rule: {" or ".join(broken)}.']
+    return ['Latent attention of this width and depth misses the budget.']
   x = rows[0]
   cache, step = (
     x.cache_bytes / best.cache_bytes,

@@ -276,7 +276,7 @@ def _attentions(
 ) -> Iterator[GroupedConfig | LatentConfig]:
   """MHA, GQA and MQA with every divisor of the heads, and MLA.
 
-  Of more heads than 4 multiples of 4, as all published have them, so that 2 or
+  Of more heads than 8 multiples of 4, as all published have them, so that 2 or
   4 devices can share them.
   Latents as DeepSeek-V2's: r = 4 k, p = k / 2, from d = 5120 on queries too
   come from one, of 3 r features; r and p are multiples of 64.
@@ -284,7 +284,7 @@ def _attentions(
   rope = Rope(10_000.0 if demand.seq_len <= 4096 else 500_000.0)
   for k in HEAD_DIMS if demand.head_dim is None else (demand.head_dim,):
     h = d // k
-    if d % k or (h > 4 and h % 4):
+    if d % k or (h > 8 and h % 4):
       continue
     for n in range(1, h + 1):
       if h % n == 0:

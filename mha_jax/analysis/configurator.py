@@ -98,11 +98,12 @@ def choose(demand: Demand) -> Choice:
     raise ValueError(_no_shape(demand))
   dropped = {}
   for rule in RULES:
-    kept = [x for x in left if not rule.broken_by(x)]
-    if not kept:
+    gone = [x for x in left if rule.broken_by(x)]
+    if len(gone) == len(left):
       raise ValueError(_failure(rule, left))
-    dropped[rule.name] = tuple(x for x in left if rule.broken_by(x))
-    left = kept
+    dropped[rule.name] = tuple(gone)
+    places = set(map(id, gone))
+    left = [x for x in left if id(x) not in places]
   best = best_of(left)
   strategies = sorted(
     (x for x in left if _body(x) == _body(best)), key=lambda x: x.token_bytes

@@ -415,6 +415,11 @@ def itemsize(name: str, dtype: str) -> float:
   return BYTES[dtype]
 
 
+def counted(params: float) -> str:
+  """Parameters in words, such as 1.3 B."""
+  return f'{params / 1e9:.3g} B' if params >= 1e9 else f'{params / 1e6:.3g} M'
+
+
 def gigabytes(size: float) -> str:
   """Bytes in words, of 10^9 as makers of memory count."""
   return f'{size / 1e9:.1f} GB' if size >= 1e9 else f'{size / 1e6:.3g} MB'

@@ -22,7 +22,7 @@ import numpy as np
 
 from mha_jax.attention import checks
 from mha_jax.attention.dtypes import wide_dtype
-from mha_jax.attention.projections import Projection
+from mha_jax.attention.projections import Projection, check_params
 from mha_jax.decoder import DecoderConfig, DecoderLM
 
 Row = dict[str, Any]
@@ -272,7 +272,7 @@ def copying_score(config: DecoderConfig, params: Any) -> tuple[np.ndarray, ...]:
     (h,) in [-1, 1] for each layer: 1 copies, -1 suppresses, 0 does neither.
 
   Raises:
-    ValueError: the attention has no such kernel.
+    ValueError: the attention has no such kernel, or the parameters are others.
 
   Source: Elhage et al. 2021, A Mathematical Framework for Transformer Circuits,
     "Detecting Copying Behavior".
@@ -282,6 +282,12 @@ def copying_score(config: DecoderConfig, params: Any) -> tuple[np.ndarray, ...]:
       f'attention={config.attention!r} has no value kernel (d, n, v), which '
       "the copying score needs; use 'mha', 'gqa' or 'mqa'"
     )
+  if 'embed' not in params:
+    raise ValueError(
+      "params without 'embed' are none of a DecoderLM; pass variables['params']"
+    )
+  for layer, attention in enumerate(config.attention_configs):
+    check_params(attention.table, params[f'block_{layer}']['attention'])
   params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
   embedding = params['embed']['embedding']
   unembedding = params['norm']['scale'][:, None] * params['output']['kernel']

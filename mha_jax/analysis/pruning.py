@@ -55,8 +55,16 @@ def loss_with_gates(
     The mean cross-entropy over the targets that count, in nats.
 
   Raises:
-    ValueError: the gates' shapes do not fit the config.
+    ValueError: the gates' shapes do not fit the config, or the batch's do not
+      fit each other.
   """
+
+  shapes = {jnp.shape(x) for x in (batch.inputs, batch.targets, batch.weights)}
+  if len(shapes) != 1:
+    raise ValueError(
+      f'batch has arrays of shapes {sorted(shapes)}; inputs, targets and '
+      'weights must be (b, t) alike'
+    )
 
   def add_means(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
     out = call(*args, **kwargs)

@@ -158,6 +158,14 @@ class GatesTest(oracles.X64TestCase):
   def wanted(self, gates, kind):
     return numpy_loss(self.params, self.batch, gates, self.means[kind])[0]
 
+  def test_batch_of_other_shapes(self):
+    """Weights (b, 1) would be summed t times too often."""
+    batch = dataclasses.replace(
+      self.batch, weights=jnp.asarray(self.batch.weights)[:, :1]
+    )
+    with self.assertRaisesRegex(ValueError, 'batch has arrays of shapes'):
+      pruning.loss_with_gates(self.config, self.params, batch, np.ones((2, 4)))
+
   def test_head_means(self):
     """What a head adds without the bias, up to the last counted target."""
     got = jax.jit(pruning.head_means, static_argnums=0)(

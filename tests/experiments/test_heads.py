@@ -54,7 +54,7 @@ class ProbeTest(RunTestCase):
     self.assertEqual(result.code, 0, result)
     self.assertIn('induction task, mha, 2 layers, d_model = 16', result.out)
     self.assertIn('proves nothing about cause', result.out)
-    rows = self.table('results.csv')
+    rows = self.table('heads.csv')
     self.assertEqual(
       [(x['layer'], x['head']) for x in rows],
       [(str(i), str(j)) for i in range(2) for j in range(4)],
@@ -103,6 +103,23 @@ class ProbeTest(RunTestCase):
       self.assertIn(message, result.err)
       self.assertEqual(result.err.count('\n'), 1)
 
+  @parameterized.parameters(
+    ('--models=2', '--models has no effect beside --run='),
+    ('--config.train.steps=9', '--config.train.steps=9 has no effect beside'),
+    ('--batch_size=99999999', '--batch_size=99999999'),
+    ('--run=', '--run= is empty'),
+  )
+  def test_flags(self, flag, message):
+    """A flag without effect is refused, and so is a batch past all memory."""
+    result = self.call(prune_heads, flag)
+    self.assertEqual(result.code, 2, result)
+    self.assertIn(message, result.err)
+
+  def test_too_short(self):
+    result = scripts.call(probe_heads, scripts.TINY, '--config.task.length=1')
+    self.assertEqual(result.code, 2, result)
+    self.assertIn('a repetition needs 4', result.err)
+
   def test_no_checkpoint(self):
     """A run that was stopped before its first checkpoint."""
     folder = self.workdir.parent / 'empty'
@@ -124,6 +141,10 @@ class ProbeTest(RunTestCase):
     result = scripts.call(probe_heads, f'--run={folder}')
     self.assertEqual(result.code, 2, result)
     self.assertIn('num_wings', result.err)
+    self.assertIn(f'{folder}/config.json: ', result.err)
+    (folder / 'config.json').write_text('[]')
+    result = scripts.call(probe_heads, f'--run={folder}')
+    self.assertIn('config.json is no config', result.err)
 
 
 class PruneTest(RunTestCase):
@@ -131,7 +152,7 @@ class PruneTest(RunTestCase):
     """Curves of every order, the pruned model, and that it is the gated one."""
     result = self.call(prune_heads, '--batch_size=16', '--random_orders=3')
     self.assertEqual(result.code, 0, result)
-    curves = self.table('results.csv')
+    curves = self.table('curves.csv')
     self.assertLen(curves, (1 + 1 + 3) * 9)
     for gone in ('0', '8'):  # the same in every order
       losses = {x['loss'][:6] for x in curves if x['gone'] == gone}

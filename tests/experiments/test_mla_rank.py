@@ -142,6 +142,8 @@ class MlaRankTest(parameterized.TestCase):
     ('--ranks=4,x', '--ranks=4,x must be positive integers'),
     ('--rotary=3', '--rotary=3 must be even'),
     ('--rotary=', '--rotary= must be even'),
+    ('--rotary=²', 'must be even'),
+    ('--config.model.num_heads=0', '--config.model.num_heads=0 must be'),
     ('--config.model.kv_lora_rank=4', 'use --ranks and --rotary'),
     ('--config.task.kind=poem', "--config.task.kind='poem' must be in"),
   )

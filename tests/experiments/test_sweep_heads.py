@@ -256,9 +256,15 @@ class GoingOnTest(SweepTestCase):
 
   def test_a_deleted_line(self):
     """Only that point is trained; its numbers are the same. A torn last line
-    is dropped."""
+    is dropped, and one that lacks numbers."""
     workdir = self.folder / 'deleted'
-    write(workdir, self.rows[1:], torn=json.dumps(self.rows[0])[:40])
+    partial = {k: x for k, x in self.rows[0].items() if k != 'loss'}
+    odd = partial | {'key': [1]}
+    write(
+      workdir,
+      [partial, odd, *self.rows[1:]],
+      torn=json.dumps(self.rows[0])[:40],
+    )
     trained = []
 
     def stub(point, request):
