@@ -1,0 +1,139 @@
+"""Does the roofline hold here? Decoding steps, predicted and measured.
+
+  python -m experiments.check_costs                                    (30 s)
+  python -m experiments.check_costs --config.length=2048 --config.batch_size=2
+
+Measures this machine's FLOP/s and bandwidth, predicts the decoding step of a
+decoder with MHA, GQA and absorbed MLA from its shape alone, then runs it with a
+cache of that many tokens, in turn, and prints medians beside the predictions.
+Writes results.csv into the workdir.
+"""
+
+import dataclasses
+import functools
+import pathlib
+import statistics
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import flags
+from ml_collections import ConfigDict
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from experiments import command_line, settings, timing
+from experiments.suites.case import Run
+from mha_jax.analysis import costs, hardware, roofline
+from mha_jax.attention import checks
+from mha_jax.decoder import DecoderConfig, DecoderLM
+from mha_jax.training import record
+
+SIZES = ('d_model', 'num_heads', 'num_layers', 'length', 'batch_size', 'rounds')
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  models: dict[str, DecoderConfig]
+  config: ConfigDict
+  workdir: pathlib.Path
+
+
+def parse() -> Settings:
+  config = flags.FLAGS.config
+  for name in SIZES:
+    checks.positive(f'--config.{name}', config[name])
+  workdir = settings.workdir_from(flags.FLAGS.workdir, config.name)
+  return Settings(models_of(config), config, workdir)
+
+
+def models_of(config: ConfigDict) -> dict[str, DecoderConfig]:
+  """The decoders by name: MHA, GQA with a quarter of the heads, and MLA."""
+  h, k = config.num_heads, config.d_model // config.num_heads
+  make = functools.partial(
+    DecoderConfig,
+    vocab_size=1024,
+    max_len=config.length + 1,
+    d_model=config.d_model,
+    num_layers=config.num_layers,
+    num_heads=h,
+    mlp_dim=4 * config.d_model,
+    positions='rope',
+  )
+  return {
+    'MHA': make(),
+    'GQA': make(attention='gqa', num_kv_heads=max(1, h // 4)),
+    'MLA': make(
+      attention='mla',
+      kv_lora_rank=4 * k,
+      qk_nope_head_dim=k,
+      qk_rope_head_dim=k // 2,
+    ),
+  }
+
+
+def main(chosen: Settings) -> int:
+  config = chosen.config
+  chosen.workdir.mkdir(parents=True, exist_ok=True)
+  cpu = hardware.measure_cpu()
+  place = roofline.Placement(cpu, param_dtype='fp32', cache_dtype='fp32')
+  runs = {name: _step(x, config) for name, x in chosen.models.items()}
+  seconds = timing.interleaved(runs, config.rounds)
+  assert seconds is not None  # nothing asks it to stop
+  rows: list[dict[str, Any]] = []
+  for name, model in chosen.models.items():
+    shape = costs.decoder_shape(model)
+    step = roofline.decode_step(shape, place, config.length, config.batch_size)
+    measured = statistics.median(seconds[name])
+    row = {'model': name, 'predicted': step.seconds, 'measured': measured}
+    rows.append(row | {'ratio': measured / step.seconds, 'bound': step.bound})
+  print(
+    f'{cpu.flops / 1e9:.0f} GFLOP/s, {cpu.bandwidth / 1e9:.0f} GB/s; d_model = '
+    f'{config.d_model}, {config.num_heads} heads, {config.num_layers} layers, '
+    f'{config.length} tokens, batch {config.batch_size}, float32'
+  )
+  Console().print(_table(rows))
+  record.write_csv(chosen.workdir / 'results.csv', rows)
+  print(f'recorded in {chosen.workdir}')
+  return 0
+
+
+def _step(model: DecoderConfig, config: ConfigDict) -> Run:
+  """A run of one decoding step behind a full cache.
+
+  The cache holds zeros: what stands in it does not change the time. Its length
+  is put back at each step, so that it never fills up.
+  """
+  decoder = DecoderLM(model)
+  tokens = jnp.zeros((config.batch_size, 1), jnp.int32)
+  params = jax.jit(decoder.init)(jax.random.key(0), tokens)
+  caches = decoder.init_cache(config.batch_size, config.length + 1)
+  full = jnp.full(config.batch_size, config.length, jnp.int32)
+
+  @functools.partial(jax.jit, donate_argnums=1)
+  def step(params: Any, caches: Any, full: jax.Array) -> Any:
+    at = tuple(dataclasses.replace(x, lengths=full) for x in caches)
+    return decoder.apply(params, tokens, cache=at)
+
+  state = [caches]
+
+  def run() -> object:
+    logits, state[0] = step(params, state[0], full)
+    return jax.block_until_ready((logits, state[0]))
+
+  return run
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+  table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0))
+  for name in ('model', 'predicted ms', 'measured ms', 'ratio', 'bound by'):
+    table.add_column(name, justify='left' if name == 'model' else 'right')
+  for row in rows:
+    times = (f'{1e3 * row[x]:.2f}' for x in ('predicted', 'measured'))
+    table.add_row(row['model'], *times, f'{row["ratio"]:.2f}', row['bound'])
+  return table
+
+
+if __name__ == '__main__':
+  command_line.run(parse, main, default_config='configs/check_costs.py')
