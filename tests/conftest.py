@@ -27,7 +27,7 @@ _SETTINGS = {
   'suppress_health_check': [hypothesis.HealthCheck.too_slow],
 }
 hypothesis.settings.register_profile(
-  'ci', max_examples=8, derandomize=True, database=None, **_SETTINGS
+  'ci', max_examples=5, derandomize=True, database=None, **_SETTINGS
 )
 hypothesis.settings.register_profile('deep', max_examples=300, **_SETTINGS)
 
