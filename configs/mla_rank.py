@@ -7,7 +7,7 @@
 Two layers, d_model = 64, 8 heads of 8, MLPs of 256. The text is bytes of plays
 (extra `text`; --config.task.path=FILE for another). Variants, joined by commas:
 
-  full  600 steps for 300
+  full  600 steps for 200
   copy  copying 32 symbols of 32 instead of text
   tiny  copying 4 symbols, seconds long
 """
@@ -31,7 +31,7 @@ def get_config(variants: str = '') -> ConfigDict:
   config.model.update({'num_layers': 2, 'num_heads': 8, 'mlp_dim': 256})
   if on_text:
     config.task.length = 64
-    config.train.update({'steps': 300, 'batch_size': 16})
+    config.train.update({'steps': 200, 'batch_size': 16})
   if 'full' in chosen:
     config.train.update({'steps': 600, 'steps_per_dispatch': 50})
   if 'tiny' in chosen:
