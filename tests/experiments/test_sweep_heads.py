@@ -120,13 +120,14 @@ class SweepTest(SweepTestCase):
   def test_latent(self):
     """Any variant can be swept; what a score sums over is its head_dim."""
     workdir = self.folder / 'latent'
-    result = call(
-      workdir,
-      '--config.model.attention=mla',
-      '--config.model.kv_lora_rank=6',
-      '--config.model.positions=rope',
-      '--n_heads=2',
-    )
+    with training(lambda point, request: recorded(self.rows[0])):
+      result = call(
+        workdir,
+        '--config.model.attention=mla',
+        '--config.model.kv_lora_rank=6',
+        '--config.model.positions=rope',
+        '--n_heads=2',
+      )
     self.assertEqual(result.code, 0, result)
     (row,) = read(workdir)
     self.assertEqual((row['n_heads'], row['head_dim']), (2, 8 + 4))
