@@ -26,7 +26,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from experiments import command_line, figures, settings, timing
+from experiments import command_line, settings, timing
+from experiments.figures import speed
 from experiments.suites.case import HAS_TORCH, Case, Run
 from mha_jax.attention import checks
 from mha_jax.training import record
@@ -170,7 +171,7 @@ def report(rows: list[dict[str, Any]], chosen: Settings) -> None:
   by_length = [case for case in rows if case['task'].startswith('causal')]
   if len({case['setting']['t'] for case in by_length}) > 1:
     figure = chosen.workdir / 'benchmark.png'
-    figures.benchmark(by_length, figure)
+    speed.benchmark(by_length, figure)
     print(f'figure {figure}')
 
 

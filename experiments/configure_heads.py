@@ -28,7 +28,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from experiments import command_line, figures, model_costs, settings
+from experiments import command_line, model_costs, settings
+from experiments.figures import configurator
 from mha_jax.analysis import advice, costs
 from mha_jax.analysis.candidates import OBJECTIVES, Demand, as_python
 from mha_jax.analysis.configurator import (
@@ -133,7 +134,7 @@ def main(chosen: Settings) -> int:
   chosen.workdir.mkdir(parents=True, exist_ok=True)
   if isinstance(answer, Choice):
     result = as_dict(answer)
-    figures.configure_heads(
+    configurator.configure_heads(
       answer, closest(answer.best.candidate.shape, 3), chosen.workdir / FIGURE
     )
   else:

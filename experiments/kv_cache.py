@@ -28,7 +28,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from experiments import command_line, figures, settings
+from experiments import command_line, settings
+from experiments.figures import caches
 from mha_jax.attention import (
   AttentionConfig,
   Rope,
@@ -215,7 +216,7 @@ def report(chosen: Settings, rows: list[dict[str, Any]]) -> None:
   record.write_text(chosen.workdir / 'results.jsonl', lines)
   record.write_json(chosen.workdir / 'env.json', record.environment())
   figure = chosen.workdir / 'kv_cache.png'
-  figures.kv_cache(rows, title, figure)
+  caches.kv_cache(rows, title, figure)
   print(f'recorded in {chosen.workdir}, figure {figure}')
 
 

@@ -28,7 +28,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from experiments import command_line, figures, reports, settings
+from experiments import command_line, reports, settings
+from experiments.figures import caches
 from experiments.points import (
   EQUAL_PARAMS,
   SEEDS,
@@ -74,25 +75,33 @@ def parse() -> Settings:
       f'--rotary={",".join(ROTARY.value)} must be even numbers from 0 on, with '
       'commas between'
     )
-  models = [x for p in sorted(set(sizes)) for x in _models(config, p, ranks)]
+  points = points_of(config, sorted(set(sizes)), ranks)
+  name = f'mla_rank-{config.name}' + '-equal' * EQUAL_PARAMS.value
+  workdir = settings.workdir_from(flags.FLAGS.workdir, name)
+  model = points[0].experiment.model
+  title = (
+    f'{config.name}, {model.num_layers} layers, d_model = {model.d_model}, '
+    f'{model.num_heads} heads' + ', equal parameters' * EQUAL_PARAMS.value
+  )
+  return Settings(points, title, workdir)
+
+
+def points_of(
+  config: ConfigDict, sizes: Sequence[int], ranks: Sequence[int]
+) -> tuple[Point, ...]:
+  """All models of each rotary size p, MHA first."""
+  models = [x for p in sizes for x in _models(config, p, ranks)]
   experiments = [_experiment(config, changes) for _, _, changes in models]
   if EQUAL_PARAMS.value:
     experiments = equal_params(experiments)
   seeds = seeds_from('--seeds', experiments[0].train.seed, SEEDS.value)
   points = []
-  for x, (name, family, changes) in zip(experiments, models, strict=True):
+  for x, (name, p, changes) in zip(experiments, models, strict=True):
     cache = x.model.attention_config.cache_elements * x.model.num_layers
-    labels = {'variant': name, 'rotary': family, 'cache_elements': cache}
+    labels = {'variant': name, 'rotary': p, 'cache_elements': cache}
     labels['rank'] = changes.get('kv_lora_rank')
-    points.append(Point(x, seeds, f'{name:>16} p={family}', labels))
-  name = f'mla_rank-{config.name}' + '-equal' * EQUAL_PARAMS.value
-  workdir = settings.workdir_from(flags.FLAGS.workdir, name)
-  model = experiments[0].model
-  title = (
-    f'{config.name}, {model.num_layers} layers, d_model = {model.d_model}, '
-    f'{model.num_heads} heads' + ', equal parameters' * EQUAL_PARAMS.value
-  )
-  return Settings(tuple(points), title, workdir)
+    points.append(Point(x, seeds, f'{name:>16} p={p}', labels))
+  return tuple(points)
 
 
 def _models(
@@ -179,7 +188,7 @@ def report(lines: list[dict[str, Any]], chosen: Settings) -> None:
     print(answer(own))
   record.write_csv(chosen.workdir / 'results.csv', lines)
   figure = chosen.workdir / 'mla_rank.png'
-  figures.mla_rank(lines, chosen.title, figure)
+  caches.mla_rank(lines, chosen.title, figure)
   print(f'recorded in {chosen.workdir}, figure {figure}')
 
 

@@ -26,7 +26,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from experiments import command_line, figures, settings, trained
+from experiments import command_line, settings, trained
+from experiments.figures import heads as heads_figures
 from experiments.trained import BATCH_SIZE
 from mha_jax.analysis import page, probing, pruning
 from mha_jax.tasks import Batch
@@ -172,7 +173,7 @@ def report(
   record.write_csv(chosen.workdir / 'heads.csv', rows)
   record.write_csv(chosen.workdir / 'divergence.csv', pairs)
   figure = chosen.workdir / 'probe_heads.png'
-  figures.probe_heads(maps, rows, layers, setting, figure)
+  heads_figures.probe_heads(maps, rows, layers, setting, figure)
   html = chosen.workdir / 'probe_heads.html'
   texts = [[task.token_text(int(x)) for x in row] for row in inputs]
   page.write_page(

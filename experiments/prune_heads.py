@@ -24,14 +24,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from experiments import (
-  command_line,
-  figures,
-  reports,
-  settings,
-  timing,
-  trained,
-)
+from experiments import command_line, reports, settings, timing, trained
+from experiments.figures import heads as heads_figures
 from experiments.suites.case import compiled
 from experiments.trained import BATCH_SIZE
 from mha_jax.analysis import pruning
@@ -181,7 +175,7 @@ def report(
   figure = chosen.workdir / 'prune_heads.png'
   name = chosen.run.name if chosen.run else chosen.config.name
   title = f'{name}, {pruned[0]["heads"]} heads, {KIND.value} ablation'
-  figures.prune_heads(curves, title, figure)
+  heads_figures.prune_heads(curves, title, figure)
   print(f'recorded in {chosen.workdir}, figure {figure}')
 
 

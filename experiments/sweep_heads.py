@@ -27,7 +27,8 @@ from absl import flags
 from ml_collections import ConfigDict
 from rich.console import Console
 
-from experiments import command_line, figures, reports, settings
+from experiments import command_line, reports, settings
+from experiments.figures import sweeps
 from experiments.points import (
   EQUAL_PARAMS,
   SEEDS,
@@ -213,7 +214,7 @@ def report(rows: list[Row], chosen: Settings) -> None:
       print(f'n_heads={row["n_heads"]} failed: {row["error"]}')
     if finished:
       print(reports.verdict(summaries, chosen.threshold))
-      curves.append(figures.Curve(sweep.panel, sweep.label, summaries))
+      curves.append(sweeps.Curve(sweep.panel, sweep.label, summaries))
   finished = [row for row in rows if row['status'] == 'finished']
   if not finished:
     return
@@ -225,9 +226,9 @@ def report(rows: list[Row], chosen: Settings) -> None:
   record.write_csv(chosen.workdir / 'results.csv', table)
   figure = chosen.workdir / 'sweep_heads.png'
   if STUDY.value:
-    figures.study(curves, chosen.threshold, chosen.title, figure)
+    sweeps.study(curves, chosen.threshold, chosen.title, figure)
   else:
-    figures.sweep_heads(finished, table, chosen.threshold, chosen.title, figure)
+    sweeps.sweep_heads(finished, table, chosen.threshold, chosen.title, figure)
   print(f'recorded in {chosen.workdir}, figure {figure}')
 
 

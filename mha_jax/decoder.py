@@ -17,7 +17,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import mha_jax.linen as mha
 from mha_jax.attention import (
@@ -296,7 +295,13 @@ class DecoderLM(nn.Module):
       'input_positions', input_positions, (b, t), (1, t), (t,)
     )
     gates = _gates_by_layer(config, head_gates)
-    _check_range('tokens', tokens, 'vocab_size', config.vocab_size)
+    checks.known_range(
+      'tokens',
+      tokens,
+      0,
+      config.vocab_size - 1,
+      f', below vocab_size={config.vocab_size}; raise it or cut tokens',
+    )
     x = nn.Embed(
       config.vocab_size, config.d_model, dtype=config.dtype, name='embed'
     )(tokens)
@@ -312,7 +317,13 @@ class DecoderLM(nn.Module):
         name, positions = 'positions in cache', cache[0].positions(t, valid)
         if valid is not None:
           positions = jnp.where(valid, positions, 0)
-      _check_range(name, positions, 'max_len', config.max_len)
+      checks.known_range(
+        name,
+        positions,
+        0,
+        config.max_len - 1,
+        f', below max_len={config.max_len}; raise it or cut the sequence',
+      )
       rows = jnp.reshape(positions, (positions.size // max(t, 1), t))
       x = x + nn.Embed(
         config.max_len, config.d_model, dtype=config.dtype, name='positions'
@@ -425,19 +436,3 @@ def _gates_by_layer(
       f'num_layers={config.num_layers}: {wanted}'
     )
   return gates
-
-
-def _check_range(name: str, values: jax.Array, bound: str, size: int) -> None:
-  """Raises a ValueError unless 0 <= values < size, where values are known.
-
-  Where they are traced, an index past the end gives NaN (`nn.Embed`).
-  """
-  if isinstance(values, jax.core.Tracer) or values.size == 0:
-    return
-  known = np.asarray(values)  # JAX's own would be traced under jit
-  low, high = int(known.min()), int(known.max())
-  if low < 0 or high >= size:
-    raise ValueError(
-      f'{name} from {low} to {high} must lie in [0, {bound}={size}); raise '
-      f'{bound} or cut {name}'
-    )

@@ -82,7 +82,7 @@ def loss_with_gates(
   losses = optax.softmax_cross_entropy_with_integer_labels(
     logits, batch.targets
   )
-  return jnp.sum(losses * batch.weights) / jnp.sum(batch.weights)
+  return batch.mean(losses)
 
 
 def seen(batch: Batch) -> jax.Array:

@@ -30,7 +30,9 @@ def whole(name: str, value: Any, low: int, high: int) -> None:
     )
 
 
-def known_range(name: str, values: Any, low: int, high: int) -> None:
+def known_range(
+  name: str, values: Any, low: int, high: int, remedy: str = ''
+) -> None:
   """Raises a ValueError unless all values, where known, lie in [low, high]."""
   if isinstance(values, jax.core.Tracer) or np.size(values) == 0:
     return
@@ -39,7 +41,7 @@ def known_range(name: str, values: Any, low: int, high: int) -> None:
   least, most = int(known.min()), int(known.max())
   if least < low or most > high:
     raise ValueError(
-      f'{name} from {least} to {most} must lie in [{low}, {high}]'
+      f'{name} from {least} to {most} must lie in [{low}, {high}]{remedy}'
     )
 
 

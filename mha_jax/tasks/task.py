@@ -4,6 +4,7 @@ import dataclasses
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
 
 
 @jax.tree_util.register_dataclass
@@ -14,6 +15,10 @@ class Batch:
   inputs: jax.Array  # (b, t) int32
   targets: jax.Array  # (b, t) int32
   weights: jax.Array  # (b, t) float32, 1 where the target counts, else 0
+
+  def mean(self, values: jax.Array) -> jax.Array:
+    """The mean () of values (b, t) over the targets that count."""
+    return jnp.sum(values * self.weights) / jnp.sum(self.weights)
 
 
 class Task(Protocol):

@@ -170,10 +170,8 @@ def loss_and_accuracy(
     logits, batch.targets
   )
   hits = jnp.argmax(logits, axis=-1) == batch.targets
-  total = jnp.sum(batch.weights)
-  loss = jnp.sum(losses * batch.weights) / total
-  accuracy = jnp.sum(hits * batch.weights) / total
-  return loss, {'loss': loss, 'accuracy': accuracy}
+  loss = batch.mean(losses)
+  return loss, {'loss': loss, 'accuracy': batch.mean(hits)}
 
 
 def train_step(

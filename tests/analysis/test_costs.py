@@ -9,6 +9,7 @@ import numpy as np
 from absl.testing import parameterized
 from hypothesis import given
 from hypothesis import strategies as st
+from shapes import alone, grouped, latent
 
 from mha_jax.analysis import costs
 from mha_jax.analysis.costs import (
@@ -25,35 +26,12 @@ from mha_jax.analysis.costs import (
 from mha_jax.analysis.published import published
 from mha_jax.attention import (
   GroupedConfig,
-  LatentConfig,
   TiedConfig,
   apply,
   init_cache,
   init_table,
 )
 from mha_jax.decoder import DecoderConfig, DecoderLM
-
-
-def grouped(d=8192, h=64, n=None, k=128):
-  return GroupedConfig(d, h, n, k, use_bias=False)
-
-
-def latent(h=128, form='auto', d=5120, q=1536):
-  return LatentConfig(
-    d,
-    h,
-    kv_lora_rank=512,
-    q_lora_rank=q,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    form=form,
-  )
-
-
-def alone(attention, layers=1, **options):
-  """Layers of nothing but attention."""
-  options = {'vocab_size': 1, 'layer_norms': 0, 'norms': 0} | options
-  return stack(attention, layers, **options)
 
 
 class PublishedTablesTest(parameterized.TestCase):

@@ -500,3 +500,44 @@ class ErrorsTest(parameterized.TestCase):
     for measure in (pruning.head_importance, pruning.ablation_losses):
       with self.assertRaisesRegex(ValueError, r'num_heads=\(4, 2\) .* same'):
         measure(uneven, self.params, batch)
+
+
+class KeepMostTest(parameterized.TestCase):
+  """Which heads stay."""
+
+  CONFIG = DecoderConfig(7, 9, d_model=16, num_layers=2, num_heads=4)
+
+  SCORES = np.array([[4.0, 1.0, 3.0, 8.0], [0.1, 0.2, 0.4, 0.3]])
+
+  @parameterized.parameters(
+    (1.0, [[0, 1, 2, 3], [0, 1, 2, 3]]),
+    (0.5, [[0, 2, 3], [2]]),  # one stays in a layer, however little it does
+    (0.0, [[3], [2]]),
+  )
+  def test_heads(self, share, wanted):
+    keep = pruning.keep_most(self.CONFIG, self.SCORES, share)
+    self.assertEqual([np.flatnonzero(x).tolist() for x in keep], wanted)
+
+  def test_groups(self):
+    """Query heads of one key/value head go together: 5 against 11."""
+    config = dataclasses.replace(self.CONFIG, attention='gqa', num_kv_heads=2)
+    keep = pruning.keep_most(config, self.SCORES, 0.5)
+    self.assertEqual(
+      keep.tolist(), [[False, False, True, True], [False, False, True, True]]
+    )
+
+  @parameterized.parameters(
+    ([[0.0] * 4, [1.0, 2, 3, 4]], 0.5, [1, 3]), (np.ones((2, 4)), 0.25, [1, 1])
+  )
+  def test_ties(self, scores, share, counts):
+    """Equal scores do not keep more heads than were asked for."""
+    keep = pruning.keep_most(self.CONFIG, scores, share)
+    self.assertEqual(keep.sum(axis=1).tolist(), counts)
+
+  @parameterized.parameters(
+    (np.ones((2, 3)), 0.5, r'scores of shape \(2, 3\)'),
+    (np.ones((2, 4)), 2.0, 'share=2.0'),
+  )
+  def test_errors(self, scores, share, message):
+    with self.assertRaisesRegex(ValueError, message):
+      pruning.keep_most(self.CONFIG, scores, share)

@@ -3,6 +3,7 @@
 import dataclasses
 
 from absl.testing import parameterized
+from shapes import alone, grouped, latent
 
 from mha_jax.analysis import costs, roofline
 from mha_jax.analysis.costs import (
@@ -15,33 +16,11 @@ from mha_jax.analysis.costs import (
 from mha_jax.analysis.hardware import Hardware
 from mha_jax.analysis.published import PUBLISHED, published
 from mha_jax.analysis.roofline import Placement, Step, decode_step
-from mha_jax.attention import GroupedConfig, LatentConfig, TiedConfig
+from mha_jax.attention import GroupedConfig, TiedConfig
 
 CHIP = Hardware('chip', 2e12, 1e10, 1e9)
 V5E = Hardware('v5e', 197e12, 8.2e11, 16e9, "the scaling book's, chapter 7")
 V4 = Hardware('v4', 275e12, 1.2e12, 32 * 2**30, 'Pope et al. 2022, section 4')
-
-
-def grouped(d=8192, h=64, n=None, k=128):
-  return GroupedConfig(d, h, n, k, use_bias=False)
-
-
-def latent(h=128, form='auto', d=5120, q=1536):
-  return LatentConfig(
-    d,
-    h,
-    kv_lora_rank=512,
-    q_lora_rank=q,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    form=form,
-  )
-
-
-def alone(attention, layers=1, **options):
-  """Layers of nothing but attention."""
-  options = {'vocab_size': 1, 'layer_norms': 0, 'norms': 0} | options
-  return stack(attention, layers, **options)
 
 
 class PublishedTablesTest(parameterized.TestCase):

@@ -15,7 +15,8 @@ from absl.testing import parameterized
 from flax import nnx
 
 from configs import benchmark as configs
-from experiments import benchmark, figures, timing
+from experiments import benchmark, timing
+from experiments.figures import speed
 from experiments.suites import case, decoder
 from mha_jax.decoder import DecoderConfig, DecoderLM
 
@@ -184,5 +185,5 @@ class TimingTest(parameterized.TestCase):
     ]
     with tempfile.TemporaryDirectory() as folder:
       path = pathlib.Path(folder) / 'figure.png'
-      figures.benchmark(cases, path)
+      speed.benchmark(cases, path)
       self.assertStartsWith(path.read_bytes(), b'\x89PNG\r\n')

@@ -9,7 +9,8 @@ import numpy as np
 from absl.testing import parameterized
 from matplotlib.figure import Figure
 
-from experiments import figures, reports
+from experiments import reports
+from experiments.figures import sweeps
 
 STEPS = 30
 
@@ -50,7 +51,7 @@ class SweepHeadsTest(parameterized.TestCase):
 
     save = Figure.savefig
     with mock.patch.object(Figure, 'savefig', savefig):
-      figures.sweep_heads(rows, summaries, 0.05, 'a task', self.path)
+      sweeps.sweep_heads(rows, summaries, 0.05, 'a task', self.path)
     self.figure = drawn[0]
     return rows, summaries, *self.figure.axes
 

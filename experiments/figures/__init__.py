@@ -1,0 +1,1 @@
+"""Figures of the experiments: a file for each kind."""

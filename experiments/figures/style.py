@@ -1,0 +1,19 @@
+"""What all figures share: drawn without a display, one look."""
+
+from typing import Any
+
+from matplotlib.axes import Axes
+
+STYLE: Any = {
+  'font.size': 11,
+  'axes.spines.top': False,
+  'axes.spines.right': False,
+  'axes.grid': True,
+  'grid.alpha': 0.3,
+  'legend.frameon': False,
+}
+
+
+def legend_above(axes: Axes, **kwargs: Any) -> None:
+  """A legend that no curve can run through."""
+  axes.legend(loc='lower center', bbox_to_anchor=(0.5, 1.0), **kwargs)
