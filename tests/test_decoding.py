@@ -148,7 +148,7 @@ class LearnedPositionsTest(parameterized.TestCase):
     """Past the last one there are none: a ValueError."""
     with self.assertRaisesRegex(
       ValueError,
-      r'positions in cache from 4 to 7 must lie in \[0, max_len=7\); raise max',
+      r'positions in cache from 4 to 7 must lie in \[0, 6\], below max_len=7; ',
     ):
       self.apply(self.x, cache=self.cache)
 
