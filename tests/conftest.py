@@ -2,11 +2,13 @@
 
 import functools
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import compiling
 import hypothesis
 import jax
 import pytest
@@ -41,9 +43,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-  hypothesis.settings.load_profile(
-    'deep' if config.getoption('--deep') else 'ci'
-  )
+  deep = config.getoption('--deep')
+  hypothesis.settings.load_profile('deep' if deep else 'ci')
+  if not deep:
+    os.environ['XLA_FLAGS'] = (
+      f'{os.environ.get("XLA_FLAGS", "")} {compiling.QUICK}'
+    )
 
 
 @pytest.fixture(scope='session', autouse=True)
@@ -58,7 +63,7 @@ def quick_compile(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(scope='class')
 def full_compile() -> Iterator[None]:
-  """Compiles as users do; what was compiled otherwise is forgotten."""
+  """Compiles with XLA's passes; what was compiled otherwise is forgotten."""
   before = jax.config.read('jax_disable_most_optimizations')
   jax.clear_caches()
   jax.config.update('jax_disable_most_optimizations', False)

@@ -9,6 +9,7 @@ import sys
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import compiling
 from absl import flags
 from absl.testing import flagsaver
 
@@ -56,7 +57,7 @@ def start(
   *arguments: str,
   compilation_cache: pathlib.Path | None = None,
 ) -> subprocess.Popen[str]:
-  """Starts `python -m module` in the checkout.
+  """Starts `python -m module` in the checkout, compiled as users do.
 
   Args:
     module: the experiment.
@@ -64,7 +65,8 @@ def start(
     compilation_cache: a folder where processes that run the same programs
       share them compiled, which saves seconds; None: no sharing.
   """
-  environment = dict(os.environ)
+  flags = os.environ.get('XLA_FLAGS', '').removesuffix(compiling.QUICK)
+  environment = os.environ | {'XLA_FLAGS': flags}
   if compilation_cache is not None:
     environment['JAX_COMPILATION_CACHE_DIR'] = str(compilation_cache)
     environment['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'

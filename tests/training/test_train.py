@@ -6,6 +6,7 @@ import math
 from unittest import mock
 
 import chex
+import compiling
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,7 +42,9 @@ def make(base: Experiment = BASE, **sections) -> Experiment:
 DROPOUT = make(model={'dropout_rate': 0.3})
 init = jax.jit(train.init, static_argnums=0)
 step = jax.jit(train.train_step, static_argnums=0)
-advance = jax.jit(train.advance, static_argnums=(0, 1))
+advance = jax.jit(
+  train.advance, static_argnums=(0, 1), compiler_options=compiling.AS_USERS
+)
 evaluate = jax.jit(train.evaluate, static_argnums=0)
 loss_fn = jax.jit(train.loss_and_accuracy, static_argnums=0)
 
