@@ -80,8 +80,8 @@ def small_blocks() -> Iterator[None]:
   whole = block_pairs.block_sizes
 
   @functools.wraps(whole)
-  def sizes(t: int, s: int, group: int = 1) -> Any:
-    sizes = whole(t, s, group)
+  def sizes(t: int, s: int, group: int = 1, kv_heads: int = 1) -> Any:
+    sizes = whole(t, s, group, kv_heads)
     return block_pairs.BlockSizes(min(3, sizes.queries), min(4, sizes.keys))
 
   with mock.patch.object(block_pairs, 'block_sizes', sizes):

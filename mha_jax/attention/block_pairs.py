@@ -39,15 +39,23 @@ class BlockPairs:
   count: Any  # ()
 
 
-def block_sizes(t: int, s: int, group: int = 1) -> BlockSizes:
+def block_sizes(
+  t: int, s: int, group: int = 1, kv_heads: int = 1
+) -> BlockSizes:
   """Fast sizes, see WORKSPACE.md, "Blocks and thresholds".
 
   Args:
     t: queries.
     s: keys.
     group: query heads that are computed together, over the same keys.
+    kv_heads: key/value heads of all rows. The blocks of a single query have
+      the more keys the fewer there are, and all blocks as many.
   """
-  return BlockSizes(max(1, min(t, 512 // min(group, 4))), max(1, min(s, 256)))
+  queries = max(1, min(t, 512 // min(group, 4)))
+  if t != 1:
+    return BlockSizes(queries, max(1, min(s, 256)))
+  count = -(-s // max(256, 16384 // kv_heads))
+  return BlockSizes(queries, max(1, -(-s // max(1, count))))
 
 
 def fits_better_alone(t: int) -> bool:

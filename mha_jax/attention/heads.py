@@ -234,7 +234,7 @@ class _Call:
     one_by_one = False
     if implementation == 'blockwise':
       one_by_one = block_pairs.fits_better_alone(t)
-      options['sizes'] = sizes = block_pairs.block_sizes(t, s, g)
+      options['sizes'] = sizes = block_pairs.block_sizes(t, s, g, b * n)
       blocks = Blocks(t, sizes.queries), Blocks(s, sizes.keys)
       extras['pairs'] = block_pairs.of_heads(
         extras, *blocks, by_head=one_by_one

@@ -179,6 +179,18 @@ class ExactTest(oracles.X64TestCase):
       got = grads('blockwise')
     assert_close(got, grads('exact'))
 
+  @parameterized.parameters(
+    (4097, 1, 4097),
+    (4097, 4, 2049),
+    (4097, 16, 820),
+    (4097, 999, 241),
+    (7, 3, 7),
+  )
+  def test_one_query(self, s, kv_heads, keys):
+    """Blocks of as many keys each, 16,384 for all heads, or 256 of each."""
+    sizes = block_pairs.block_sizes.__wrapped__(1, s, 5, kv_heads)
+    self.assertEqual(sizes, block_pairs.BlockSizes(1, keys))
+
   def test_shard_map(self):
     """Over a mesh, with its checks of what varies on: outputs and gradients."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ('x',))
