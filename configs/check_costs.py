@@ -1,6 +1,6 @@
 """Sizes of the decoders whose decoding step is predicted and measured.
 
-  python -m experiments.check_costs    (30 s)
+  python -m experiments.check_costs    (15 s)
 
 The argument after a colon: tiny.
 """

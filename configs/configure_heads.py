@@ -10,6 +10,8 @@ for 10 M parameters.
 
 from ml_collections import ConfigDict, config_dict
 
+from configs import base
+
 
 def get_config(variants: str = '') -> ConfigDict:
   """The demand.
@@ -17,12 +19,10 @@ def get_config(variants: str = '') -> ConfigDict:
   Args:
     variants: 'tiny' or empty.
   """
-  known = ('', 'tiny')
-  if variants not in known:
-    raise ValueError(f'variant {variants!r} must be one of {known}')
+  chosen = base.variants(variants, ('tiny',))
   config = ConfigDict(
     {
-      'name': f'configure_heads-{variants}' if variants else 'configure_heads',
+      'name': '-'.join(['configure_heads', *chosen]),
       'params': '1.3B',
       'seq_len': '32k',
       'hardware': 'h100',
@@ -31,12 +31,13 @@ def get_config(variants: str = '') -> ConfigDict:
       'latency_ms': config_dict.placeholder(float),
       'param_dtype': 'bf16',
       'kv_dtype': 'bf16',
+      'split': 'heads',
       'objective': 'quality',
       'vocab_size': 128_256,
       'head_dim': config_dict.placeholder(int),
       'model': config_dict.placeholder(str),
     }
   )
-  if variants == 'tiny':
+  if 'tiny' in chosen:
     config.update({'params': '10M', 'seq_len': '1k', 'vocab_size': 256})
   return config

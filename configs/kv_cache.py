@@ -10,44 +10,22 @@ llama3_8b, llama3_70b, mistral_7b, deepseek_v2_lite, deepseek_v2, deepseek_v3),
 whose rows come from formulas alone: nothing is allocated.
 """
 
+from typing import Any
+
 from ml_collections import ConfigDict, config_dict
 
-PUBLISHED = {
-  # From the models' released configs.
-  'gpt2': {'d_model': 768, 'num_heads': 12, 'num_layers': 12},
-  'llama3_8b': {
-    'd_model': 4096,
-    'num_heads': 32,
-    'num_layers': 32,
-    'kv_heads': '8',
-  },
-  'llama3_70b': {
-    'd_model': 8192,
-    'num_heads': 64,
-    'num_layers': 80,
-    'kv_heads': '8',
-  },
-  'mistral_7b': {
-    'd_model': 4096,
-    'num_heads': 32,
-    'num_layers': 32,
-    'kv_heads': '8',
-    'window': 4096,
-  },
-  'deepseek_v2_lite': {'d_model': 2048, 'num_heads': 16, 'num_layers': 27},
-  'deepseek_v2': {
-    'd_model': 5120,
-    'num_heads': 128,
-    'num_layers': 60,
-    'q_lora_rank': 1536,
-  },
-  'deepseek_v3': {
-    'd_model': 7168,
-    'num_heads': 128,
-    'num_layers': 61,
-    'q_lora_rank': 1536,
-  },
-}
+from mha_jax.analysis.published import published
+from mha_jax.attention import LatentConfig
+
+PUBLISHED = (
+  'gpt2',
+  'llama3_8b',
+  'llama3_70b',
+  'mistral_7b',
+  'deepseek_v2_lite',
+  'deepseek_v2',
+  'deepseek_v3',
+)
 
 
 def get_config(variants: str = '') -> ConfigDict:
@@ -83,11 +61,29 @@ def get_config(variants: str = '') -> ConfigDict:
     config.update({'length': 16, 'decode_steps': 4, 'repeats': 1})
     config.update({'kv_heads': '2', 'ranks': '8'})
   if variants in PUBLISHED:
-    shape = PUBLISHED[variants]
-    config.update({'decode_steps': 0, 'ranks': '512', 'qk_rope_head_dim': 64})
-    if variants.startswith('deepseek'):
-      config.update({'head_dim': 128, 'v_head_dim': 128, 'kv_heads': '8'})
-    else:
-      config.update({'ranks': '', 'kv_heads': '4'})
-    config.update(shape)
+    config.update(_shape(variants))
   return config
+
+
+def _shape(name: str) -> dict[str, Any]:
+  """A published shape; nothing is allocated, and no step is run."""
+  layers = published(name).shape.layers
+  attention = layers[0].attention
+  shape: dict[str, Any] = {
+    'd_model': attention.d_model,
+    'num_heads': attention.num_heads,
+    'num_layers': len(layers),
+    'decode_steps': 0,
+    'qk_rope_head_dim': 64,
+  }
+  if isinstance(attention, LatentConfig):
+    return shape | {
+      'head_dim': attention.qk_nope_head_dim,
+      'v_head_dim': attention.v_head_dim,
+      'q_lora_rank': attention.q_lora_rank,
+      'ranks': str(attention.kv_lora_rank),
+      'kv_heads': '8',
+    }
+  n = attention.entry_shapes[0][0]
+  kv_heads = '4' if n == attention.num_heads else str(n)
+  return shape | {'ranks': '', 'kv_heads': kv_heads, 'window': layers[0].window}

@@ -43,6 +43,7 @@ from mha_jax.analysis.configurator import (
 )
 from mha_jax.analysis.hardware import hardware
 from mha_jax.analysis.published import Published, published
+from mha_jax.analysis.roofline import SPLITS
 from mha_jax.analysis.rules import Costed
 from mha_jax.training import record
 
@@ -57,6 +58,7 @@ OVERRIDES: dict[str, Any] = {
     flags.DEFINE_float('latency_ms', None, 'bound on a decode step'),
     flags.DEFINE_enum('param_dtype', None, [*costs.BYTES], 'of the weights'),
     flags.DEFINE_enum('kv_dtype', None, [*costs.BYTES], 'of the cache'),
+    flags.DEFINE_enum('split', None, SPLITS, 'of the cache over devices'),
     flags.DEFINE_enum('objective', None, OBJECTIVES, 'what to prefer'),
     flags.DEFINE_integer('vocab_size', None, 'tokens that there are'),
     flags.DEFINE_integer('head_dim', None, 'ask for one, such as 256'),
@@ -80,6 +82,12 @@ class Settings:
 
 def parse() -> Settings:
   config = flags.FLAGS.config
+  params, model = (OVERRIDES[x].value for x in ('params', 'model'))
+  if params is not None and model is not None:
+    raise ValueError(
+      f'--params={params} and --model={model}: give one of the two, since a '
+      'model has its own parameters'
+    )
   for name, holder in OVERRIDES.items():
     if holder.value is not None:
       config[name] = holder.value
@@ -99,7 +107,8 @@ def _demand(config: ConfigDict) -> Demand:
     batch=config.batch,
     latency_ms=config.latency_ms,
     param_dtype=config.param_dtype,
-    cache_dtype=config.kv_dtype,
+    kv_dtype=config.kv_dtype,
+    split=config.split,
     objective=config.objective,
     vocab_size=config.vocab_size,
     head_dim=config.head_dim,

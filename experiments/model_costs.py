@@ -8,42 +8,76 @@ from rich.table import Table
 
 from mha_jax.analysis import costs, roofline
 from mha_jax.analysis.candidates import Demand
+from mha_jax.analysis.costs import Layer
 from mha_jax.analysis.published import Published
 
 
 def costs_of(model: Published, demand: Demand) -> dict[str, Any]:
-  """What a published model costs under a demand."""
+  """What a published model costs under a demand, as JSON has it.
+
+  Of an encoder there is no cache and no decoding.
+  """
   shape, place = model.shape, demand.place
   length, batch = demand.seq_len, demand.batch
-  step = roofline.decode_step(shape, place, length, batch)
-  attention = shape.layers[0].attention
-  cache = roofline.device_cache_bytes(shape, place, length, batch)
-  return {
+  params = costs.num_params(shape)
+  weights = roofline.weight_bytes(shape, place)
+  result = {
     'model': model.name,
     'source': model.source,
+    'context': model.context,
     'demand': dataclasses.asdict(demand),
-    'params': dataclasses.asdict(costs.num_params(shape))
-    | {'total': costs.num_params(shape).total},
-    'cache_bytes_per_token': costs.cache_bytes(shape, dtype=demand.cache_dtype),
-    'cache_bytes_per_sequence': costs.cache_bytes(
-      shape, length, dtype=demand.cache_dtype
-    ),
-    'weight_bytes_per_device': roofline.weight_bytes(shape, place),
-    'cache_bytes_per_device': cache,
-    'score_bytes_per_layer': costs.score_bytes(attention, length),
+    'params': dataclasses.asdict(params) | {'total': params.total},
+    'layers': [_layer(x, count, demand) for x, count in shape.groups],
+    'weight_bytes_per_device': weights,
     'train_flops_per_token': costs.train_flops_per_token(shape, length),
-    'decode_flops_per_token': costs.decode_flops(shape, length),
-    'attention_intensity': costs.decode_intensity(
-      attention, length, demand.cache_dtype
-    ),
+    'prefill_seconds': roofline.prefill_seconds(shape, place, length, batch),
     'ridge': place.hardware.ridge,
+  }
+  if not shape.causal:
+    return result
+  step = roofline.decode_step(shape, place, length, batch)
+  room = max(0.0, demand.usable_memory - weights)
+  return result | {
+    'cache_bytes_per_sequence': costs.cache_bytes(
+      shape, length, dtype=demand.kv_dtype
+    ),
+    'cache_bytes_per_device': roofline.device_cache_bytes(
+      shape, place, length, batch
+    ),
+    'decode_flops_per_token': costs.decode_flops(shape, length),
     'step_seconds': step.seconds,
+    'step_weight_bytes': step.weight_bytes,
+    'step_cache_bytes': step.cache_bytes,
     'step_parts': step.parts,
     'bound': step.bound,
     'tokens_per_second': step.tokens_per_second,
-    'prefill_seconds': roofline.prefill_seconds(shape, place, length, batch),
-    'max_batch': roofline.max_batch(shape, place, length),
-    'max_context': roofline.max_context(shape, place, batch),
+    'max_batch': roofline.max_batch(shape, place, length, room),
+    'max_context': roofline.max_context(shape, place, batch, room),
+  }
+
+
+def _layer(layer: Layer, count: int, demand: Demand) -> dict[str, Any]:
+  """What one of so many layers that are alike costs."""
+  attention: Any = layer.attention  # a frozen dataclass, whatever the variant
+  length = demand.seq_len
+  params = costs.layer_params(layer)
+  flops, kept, made = costs.attention_step(layer, length)
+  size = costs.itemsize('kv_dtype', demand.kv_dtype)
+  return {
+    'count': count,
+    'attention': dataclasses.asdict(attention),
+    'window': layer.window,
+    'params': params.total,
+    'attention_params': params.attention,
+    'active_params': params.active,
+    'cache_bytes_per_token': attention.cache_elements * size,
+    'cache_bytes_per_sequence': kept * size,
+    'made_elements_per_step': made,
+    'decode_flops_per_token': 2 * params.active + flops,
+    'attention_intensity': costs.decode_intensity(
+      attention, layer.keys(length), demand.kv_dtype
+    ),
+    'score_bytes': costs.score_bytes(attention, length),
   }
 
 
@@ -56,40 +90,88 @@ def table(model: Published, demand: Demand, result: dict[str, Any]) -> Table:
   rows = Table(
     title=title, box=box.SIMPLE, show_header=False, caption=model.source
   )
-  params, gigabytes = result['params'], costs.gigabytes
-  used = result['weight_bytes_per_device'] + result['cache_bytes_per_device']
-  over = used - demand.hardware.memory
-  parts = result['step_parts'].items()
-  context = result['max_context']
   for name, value in (
-    ('attention', f'{model.shape.layers[0].attention}'),
-    ('parameters', f'{params["total"]:,}, {params["active"]:,} active'),
-    (
-      'of them',
-      ', '.join(f'{x} {params[x]:,}' for x in ('attention', 'mlp')),
-    ),
-    ('cache a token', f'{result["cache_bytes_per_token"] / 1024:,.4g} KiB'),
-    ('cache a sequence', gigabytes(result['cache_bytes_per_sequence'])),
-    ('weights a device', gigabytes(result['weight_bytes_per_device'])),
-    ('cache a device', gigabytes(result['cache_bytes_per_device'])),
-    (
-      'fits',
-      'yes' if over <= 0 else f'no: {gigabytes(over)} too many a device',
-    ),
-    ('scores, exact form', gigabytes(result['score_bytes_per_layer'])),
-    ('training', f'{result["train_flops_per_token"]:.3g} FLOP a token'),
-    ('decoding', f'{result["decode_flops_per_token"]:.3g} FLOP a token'),
-    (
-      'attention reads',
-      f'{result["attention_intensity"]:.3g} FLOP a byte of cache; computing '
-      f'binds from {result["ridge"]:.0f} on',
-    ),
-    ('decode step', f'{result["step_seconds"] * 1e3:.3g} ms'),
-    ('its parts', ', '.join(f'{x} {s * 1e3:.3g} ms' for x, s in parts)),
-    ('tokens a second', f'{result["tokens_per_second"]:,.0f}'),
-    ('reading prompts', f'{result["prefill_seconds"]:.3g} s'),
-    ('most sequences', f'{result["max_batch"]:,}'),
-    ('most tokens', 'any' if context is None else f'{context:,}'),
+    *_parameters(model, demand, result),
+    *_layers(result),
+    *_costs(demand, result),
   ):
     rows.add_row(name, value)
   return rows
+
+
+def _parameters(
+  model: Published, demand: Demand, result: dict[str, Any]
+) -> list[tuple[str, str]]:
+  params = result['params']
+  rows = [
+    ('parameters', f'{params["total"]:,}, {params["active"]:,} active'),
+    ('of them', ', '.join(f'{x} {params[x]:,}' for x in ('attention', 'mlp'))),
+  ]
+  if demand.seq_len > model.context:
+    beyond = f'{demand.seq_len:,} tokens are beyond its {model.context:,}'
+    rows.append(('context', f'{beyond}: costs hold, the model may not'))
+  return rows
+
+
+def _layers(result: dict[str, Any]) -> list[tuple[str, str]]:
+  """A row or two of each kind of layer."""
+  rows = []
+  decodes = 'step_seconds' in result
+  for layer in result['layers']:
+    shown = {
+      name: x
+      for name, x in layer['attention'].items()
+      if name.startswith(('num_', 'head_', 'kv_lora', 'qk_', 'v_head')) and x
+    }
+    sizes = ', '.join(f'{name} {x}' for name, x in shown.items())
+    window = f', window {layer["window"]:,}' if layer['window'] else ''
+    rows.append((f'{layer["count"]} layers', f'{sizes}{window}'))
+    costs_each = f'{layer["params"]:,} parameters'
+    if decodes:
+      costs_each += (
+        f', cache {layer["cache_bytes_per_token"] / 1024:,.4g} KiB a token, '
+        f'{costs.gigabytes(layer["cache_bytes_per_sequence"])} a sequence, '
+        f'{layer["decode_flops_per_token"]:.3g} FLOP and '
+        f'{layer["attention_intensity"]:.3g} FLOP a byte of cache to decode'
+      )
+    scores = costs.gigabytes(layer['score_bytes'])
+    costs_each += f', scores {scores} a sequence (exact form, float32)'
+    rows.append(('  each', costs_each))
+  return rows
+
+
+def _costs(demand: Demand, result: dict[str, Any]) -> list[tuple[str, str]]:
+  gigabytes = costs.gigabytes
+  weights = result['weight_bytes_per_device']
+  used = weights + result.get('cache_bytes_per_device', 0)
+  over = used - demand.usable_memory
+  rows = [
+    ('weights a device', gigabytes(weights)),
+    ('training', f'{result["train_flops_per_token"]:.3g} FLOP a token'),
+    ('reading all prompts', f'{result["prefill_seconds"]:.3g} s'),
+  ]
+  if 'step_seconds' in result:
+    context = result['max_context']
+    per_token = sum(
+      x['count'] * x['cache_bytes_per_token'] for x in result['layers']
+    )
+    parts = result['step_parts'].items()
+    moved = (gigabytes(result[f'step_{x}_bytes']) for x in ('weight', 'cache'))
+    rows += [
+      ('cache a token', f'{per_token / 1024:,.4g} KiB within all windows'),
+      ('cache a sequence', gigabytes(result['cache_bytes_per_sequence'])),
+      ('cache a device', gigabytes(result['cache_bytes_per_device'])),
+      ('decoding', f'{result["decode_flops_per_token"]:.3g} FLOP a token'),
+      ('decode step', f'{result["step_seconds"] * 1e3:.3g} ms'),
+      ('it reads', '{} of weights, {} of cache a device'.format(*moved)),
+      ('its parts', ', '.join(f'{x} {s * 1e3:.3g} ms' for x, s in parts)),
+      ('computing binds', f'from {result["ridge"]:.0f} FLOP a byte on'),
+      ('tokens a second', f'{result["tokens_per_second"]:,.0f}'),
+      ('most sequences', f'{result["max_batch"]:,}'),
+      ('most tokens', 'any' if context is None else f'{context:,}'),
+    ]
+  else:
+    rows.append(('an encoder', 'no cache, no decoding'))
+  limit = gigabytes(demand.usable_memory)
+  fits = 'yes' if over <= 0 else f'no: {gigabytes(over)} too many a device'
+  return [*rows, ('fits', f'{fits}, of {limit}, 90 % of the memory')]

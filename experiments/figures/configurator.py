@@ -62,7 +62,7 @@ def configure_heads(
 
 def _cache_and_step(shape: ModelShape, demand: Demand) -> tuple[float, float]:
   """KiB of a token's cache, on average over a sequence, and ms of a step."""
-  length, dtype = demand.seq_len, demand.cache_dtype
+  length, dtype = demand.seq_len, demand.kv_dtype
   cache = cache_bytes(shape, length, dtype=dtype) / length
   step = decode_step(shape, demand.place, length, demand.batch)
   return cache / 1024, step.seconds * 1e3
@@ -82,7 +82,7 @@ def _strategies(axes: Axes, choice: Choice) -> Any:
     facecolors='none',
     edgecolors='C0',
     linewidths=2,
-    label='Pareto front',
+    label='front of the strategies',
   )
   dots = axes.scatter(
     [at(x)[0] for x in rows],

@@ -8,11 +8,19 @@ from mha_jax.analysis.candidates import Demand, kv_heads
 from mha_jax.analysis.configurator import (
   GQA_LOSS,
   LOSSES,
+  POINT,
+  STRAY,
   Choice,
+  body,
   fitting_batch,
   quality,
 )
-from mha_jax.analysis.costs import cache_elements, gigabytes
+from mha_jax.analysis.costs import (
+  cache_elements,
+  counted,
+  gigabytes,
+  num_params,
+)
 from mha_jax.analysis.published import Published
 from mha_jax.analysis.roofline import (
   decode_step,
@@ -23,15 +31,22 @@ from mha_jax.analysis.rules import RULES, Costed
 
 UNKNOWN = (
   'Quality is not predicted by formula: the proxy orders, it does not measure; '
-  'data, training and tuning decide more. Train two small models before you '
-  'spend money.',
-  'Step times are lower bounds: communication between devices, norms, softmax '
-  'and launches are not counted, nor is memory for activations (leave 10 %).',
+  'data, training and tuning decide more. Of 7B models trained from scratch 8 '
+  "key/value heads lost 4.0 and one 7.3 of multi-head's 45.2 points of MMLU "
+  '(DeepSeek-V2 2024, table 8), far more than the proxy has. Train two small '
+  'models before you spend money.',
+  'Step times are what reading and computing take at least: communication '
+  'between devices, norms, softmax and launches are not counted. Weights and '
+  'caches of 8 bits or fewer are computed with at the rate of bf16.',
   'Windows, experts, tied keys and values and sparse attention are not among '
   'the candidates.',
 )
 ALIKE = 1.25
 """Factors of the cache below this need no reason."""
+SAME_SIZE = 1.5
+"""Up to this factor of parameters another depth is a choice of proportions."""
+LESS = 0.97
+"""A remedy saves more than the 3 % that candidates' parameters differ by."""
 
 
 def reasons(choice: Choice) -> list[str]:
@@ -39,7 +54,8 @@ def reasons(choice: Choice) -> list[str]:
   best = choice.best
   return [
     _body(best),
-    *_keys_and_values(choice),
+    _keys_and_values(choice),
+    *_dropped(choice),
     *_latent(choice),
     _step(best),
     _memory(best),
@@ -60,7 +76,7 @@ def remedies(choice: Choice) -> dict[str, list[str]]:
     rows = [
       (quality(x.candidate.attention) < -GQA_LOSS, take(x), words)
       for words, x in options
-      if take(x) < 0.97 * take(best)
+      if take(x) < LESS * take(best)
     ]
     return [row[1:] for row in sorted(rows)]
 
@@ -137,18 +153,24 @@ def explain(costed: Costed, model: Published) -> str:
     for name, x in factors.items()
     if abs(math.log(x)) > 0.01
   ]
+  params = num_params(model.shape).total
+  other_size = not 1 / SAME_SIZE <= params / costed.params <= SAME_SIZE
   why = [
-    _why(name, x, model)
+    'Another size.'
+    if name == 'layers' and other_size
+    else _why(name, x, costed, model)
     for name, x in factors.items()
     if not 1 / ALIKE <= x <= ALIKE
   ]
   place, length, batch = demand.place, demand.seq_len, demand.batch
   step = decode_step(model.shape, place, length, batch)
   cache = device_cache_bytes(model.shape, place, length, batch)
-  room = place.hardware.memory - weight_bytes(model.shape, place)
+  room = demand.usable_memory - weight_bytes(model.shape, place)
   left = f'{gigabytes(room)} are left' if room > 0 else 'nothing is left'
   fits = '' if cache <= room else f' (does not fit: {left})'
-  head = f'{model.name} keeps {ratio:.3g} times as much a token'
+  head = (
+    f'{model.name} ({counted(params)}) keeps {ratio:.3g} times as much a token'
+  )
   return ' '.join(
     [
       f'{head}: {", ".join(parts)}.' if parts else f'{head}.',
@@ -159,23 +181,27 @@ def explain(costed: Costed, model: Published) -> str:
   )
 
 
-def _why(name: str, factor: float, model: Published) -> str:
+def _why(name: str, factor: float, costed: Costed, model: Published) -> str:
   """What makers may have weighed otherwise."""
-  lost = -quality(model.shape.layers[0].attention)
   if name == 'key/value heads':
+    theirs = quality(model.shape.layers[0].attention)
+    points = theirs - quality(costed.candidate.attention)
+    more = 'More' if factor > 1 else 'Fewer'
+    if points * (factor - 1) <= 0:
+      return f'{more} key/value heads, of another number of heads.'
     return (
-      'More key/value heads: worth 0.1 points of the proxy at most, which the '
+      f'More key/value heads: {points:.2g} points of the proxy, which the '
       'recommendation gives for the cache.'
       if factor > 1
-      else f'Fewer key/value heads: {lost:.2g} points of the proxy for less '
+      else f'Fewer key/value heads: {-points:.2g} points of the proxy for less '
       'cache; this demand has room for more.'
     )
   return {
     'layers': 'Another depth, which at equal parameters hardly matters.',
     'head_dim': 'Another head_dim: 64 up to d_model 2048, 128 beyond is usual.',
     'elements a layer': (
-      'A latent differs: the objective quality takes one only where no grouped '
-      'attention is as good and fits; others weigh its cache and step.'
+      'A latent differs: the objective quality prefers grouped attention while '
+      'one within 0.1 points of the best fits; others weigh cache and step.'
     ),
     'windows': 'Windows, which are not among the candidates, save cache.',
   }[name]
@@ -186,19 +212,27 @@ def _options(choice: Choice) -> list[tuple[str, Costed]]:
   best = choice.best
   candidate, demand = best.candidate, best.demand
   changes: list[tuple[str, Demand]] = []
-  if demand.cache_dtype not in ('fp8', 'int8', 'int4'):
-    fp8 = dataclasses.replace(demand, cache_dtype='fp8')
+  if demand.kv_dtype not in ('fp8', 'int8', 'int4'):
+    fp8 = dataclasses.replace(demand, kv_dtype='fp8')
     changes.append(('a cache in fp8, whose loss is not counted', fp8))
   if demand.param_dtype not in ('fp8', 'int8', 'int4'):
     fp8 = dataclasses.replace(demand, param_dtype='fp8')
     changes.append(('weights in fp8, whose loss is not counted', fp8))
-  if candidate.num_heads % (2 * demand.devices) == 0:
-    twice = dataclasses.replace(demand, devices=2 * demand.devices)
-    changes.append((f'{twice.devices} devices', twice))
+  twice = dataclasses.replace(demand, devices=2 * demand.devices)
+  changes.append((f'{twice.devices} devices', twice))
+  if demand.devices > 1 and demand.batch > 1:
+    spread = dataclasses.replace(demand, split='batch')
+    words = 'split=batch: caches by sequences, exchanges not counted'
+    changes.append((words, spread))
   if demand.batch > 1:
     half = dataclasses.replace(demand, batch=demand.batch // 2)
     changes.append((f'batch {half.batch}', half))
-  options = [(words, Costed(candidate, x)) for words, x in changes]
+  options = [
+    (words, costed)
+    for words, x in changes
+    for costed in [Costed(candidate, x)]
+    if not any(rule.broken_by(costed) for rule in RULES)
+  ]
   for x in choice.strategies:
     lost = quality(candidate.attention) - quality(x.candidate.attention)
     note = f', {lost:.2g} points of the proxy' if lost > 0.005 else ''
@@ -211,103 +245,99 @@ def _body(best: Costed) -> str:
   return (
     f'Width {x.d_model:,}, {x.num_layers} layers, MLPs of {x.mlp_width:,}: d / '
     f'layers is {x.d_model / x.num_layers:.0f} and f / d '
-    f'{x.mlp_width / x.d_model:.2g}, as published models have them (50 to 160, '
-    '2.5 to 5.5). At equal parameters the proportions hardly matter (Kaplan et '
-    'al. 2020, figure 5), so the usual ones are taken.'
+    f'{x.mlp_width / x.d_model:.2g} (50 to 160 and '
+    '2.5 to 5.5 are searched). Proportions hardly matter (Kaplan et al. 2020, '
+    'figure 5), so the usual ones are preferred: to be off them by a factor of '
+    f'two must save {1 - 0.5**STRAY:.0%} of the cost.'
   )
 
 
-def _keys_and_values(choice: Choice) -> list[str]:
+def _keys_and_values(choice: Choice) -> str:
   best, objective = choice.best.candidate, choice.best.demand.objective
   n, h = best.num_kv_heads, best.num_heads
   lost = -quality(best.attention)
-  said = []
   if n is None:
-    said.append(
+    return (
       f'A latent of {best.attention.cache_elements} elements for all {h} heads '
-      'instead of keys and values: as good as multi-head attention or better '
-      "(DeepSeek-V2 2024, table 9), one maker's finding."
+      'instead of keys and values: better than multi-head attention in seven '
+      "of eight scores (DeepSeek-V2 2024, table 9), one maker's finding."
     )
-  elif n == h:
-    said.append(
-      f'Every head keeps keys and values: no smaller divisor of {h} leaves '
-      'eight or more.'
-    )
-  else:
-    said.append(
-      f'{n} key/value head{"s" * (n > 1)} for {h}, 1/{h // n} of '
-      f"multi-head's cache: {lost:.2g} points of the proxy lost. Eight lost "
-      '0.1 of 47.2, one 0.6 (Ainslie et al. 2023, table 1); the objective '
-      f'{objective} gives up {LOSSES[objective]:g} below the best that no rule '
-      'drops.'
-    )
-  better = {
-    x.candidate.words: name
-    for name, rows in choice.dropped.items()
-    for x in rows
-    if x.candidate.head_dim == best.head_dim
-    and -quality(x.candidate.attention) <= 0.1 < lost
-    and x.candidate.num_kv_heads is not None
-  }
-  if better:
-    names = ' and '.join(dict.fromkeys(better.values()))
-    said.append(f'Eight or more would lose less, but break a rule: {names}.')
-  return said
+  tenth = 1 - 0.5 ** (POINT / 10)
+  weighed = (
+    f'the objective {objective} gives up {LOSSES[objective]:g} at most below '
+    f'the best that no rule drops, and a tenth for {tenth:.0%} of the cost or '
+    'more'
+  )
+  if n == h:
+    return f'Every head keeps keys and values, no points lost: {weighed}.'
+  return (
+    f'{n} key/value head{"s" * (n > 1)} for {h}, 1/{h // n} of '
+    f"multi-head's cache: {lost:.2g} points of the proxy lost. Eight lost 0.1 "
+    f'of 47.2, one 0.6 (Ainslie et al. 2023, table 1); {weighed}.'
+  )
+
+
+def _dropped(choice: Choice) -> list[str]:
+  """The strategies of its width and depth that a rule drops."""
+  gone = [
+    f'{", ".join(names)} ({rule})'
+    for rule, rows in choice.dropped.items()
+    for names in [
+      [x.candidate.strategy for x in rows if body(x) == body(choice.best)]
+    ]
+    if names
+  ]
+  return [f'Of its strategies rules drop {"; ".join(gone)}.'] if gone else []
 
 
 def _latent(choice: Choice) -> list[str]:
   """How latent attention would do, where it is not recommended."""
   best = choice.best
   rows = [x for x in choice.strategies if x.candidate.kind == 'MLA']
-  if best.candidate.kind == 'MLA':
+  if best.candidate.kind == 'MLA' or not rows:
     return []
-  if not rows:
-    broken = [
-      name
-      for name, dropped in choice.dropped.items()
-      if any(
-        x.candidate.kind == 'MLA'
-        and x.candidate.head_dim == best.candidate.head_dim
-        for x in dropped
-      )
-    ]
-    if broken:
-      return [f'Latent attention breaks a rule: {" or ".join(broken)}.']
-    return ['Latent attention of this width and depth misses the budget.']
-  x = rows[0]
+  x = max(rows, key=lambda x: quality(x.candidate.attention))
   cache, step = (
     x.cache_bytes / best.cache_bytes,
     x.step.seconds / best.step.seconds,
   )
   said = (
-    f'Latent attention would take {cache:.2g} times the cache on each device '
-    f'and {step:.2g} times the step'
+    f'Latent attention ({x.candidate.strategy}) would take {cache:.2g} times '
+    f'the cache on each device and {step:.2g} times the step'
   )
-  if best.demand.devices > 1:
-    said += ', since each device keeps the whole latent'
+  if best.demand.devices > 1 and best.demand.split == 'heads':
+    said += ', each device with the whole latent (split=batch spreads it)'
   if best.demand.objective == 'quality':
     said += (
-      "; that it is as good rests on one maker's ablations, so quality takes "
-      'it only where no grouped attention is as good and fits'
+      "; that it is as good rests on one maker's ablations, so quality prefers "
+      'grouped attention while one within 0.1 points of the best fits'
     )
   return [f'{said}.']
 
 
 def _step(best: Costed) -> str:
-  step = best.step
+  """The step at the batch asked for, and what throughput is measured by."""
+  step, demand = best.step, best.demand
+  most = fitting_batch(best)
+  full = decode_step(
+    best.candidate.shape, demand.place, demand.seq_len, max(1, most)
+  )
   parts = ', '.join(f'{name} {x * 1e3:.3g}' for name, x in step.parts.items())
+  goes_by = ', which throughput goes by' * (demand.objective == 'throughput')
   return (
     f'A step takes {step.seconds * 1e3:.3g} ms, '
     f'{step.tokens_per_second:,.0f} tokens/s in all: {parts} ms, the larger of '
-    f'weights and compute and of cache and attention. It waits for the '
-    f'{step.bound}.'
+    f'weights and compute and of cache and attention; most is {step.bound}. '
+    f'With the {most:,} sequences that fit: {full.tokens_per_second:,.0f} '
+    f'tokens/s{goes_by}.'
   )
 
 
 def _memory(best: Costed) -> str:
-  limit = best.demand.hardware.memory
+  demand = best.demand
   return (
     f'Weights {gigabytes(best.weight_bytes)} and cache '
-    f'{gigabytes(best.cache_bytes)} of {gigabytes(limit)} a device; up to '
+    f'{gigabytes(best.cache_bytes)} of {gigabytes(demand.usable_memory)} a '
+    f'device, 90 % of {demand.hardware.name} ({demand.hardware.source}); up to '
     f'{fitting_batch(best):,} sequences fit.'
   )

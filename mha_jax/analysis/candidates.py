@@ -4,9 +4,9 @@
   for candidate in candidates(demand): ...
   candidate.shape, as_python(candidate)
 
-Widths are multiples of 128; depth and MLP lie in the ranges that published
-models span; there are h = d / k heads, key/value heads are a divisor of them,
-and latents have DeepSeek's proportions. The MLP fills the budget up.
+Widths are multiples of 128; depth and MLP lie in ranges about those of
+`published`; there are h = d / k heads, key/value heads are a divisor of them,
+and latents have r = 4 k, as DeepSeek's, or half. The MLP fills the budget up.
 """
 
 import dataclasses
@@ -22,9 +22,7 @@ from mha_jax.analysis.costs import (
   stack,
 )
 from mha_jax.analysis.hardware import Hardware
-from mha_jax.analysis.roofline import (
-  Placement,
-)
+from mha_jax.analysis.roofline import SPLITS, Placement
 from mha_jax.attention import (
   AttentionConfig,
   GroupedConfig,
@@ -40,13 +38,15 @@ ASPECTS = (50, 160)
 MLP_RATIOS = (2.5, 5.5)
 """f / d of gated MLPs: Llama-2 2.7, Llama-3 3.5, Gemma 2 4.0, Qwen 2.5 5.3."""
 USUAL_ASPECT, USUAL_MLP_RATIO = 114, 3.5
-"""The medians of `published`."""
+"""The medians of `published`'s dense decoders."""
 NARROW = 2048
 """Up to this d_model 64 features a head are usual, beyond it 128."""
 TIED_SHARE = 0.15
 """Embeddings are tied where two tables would be more of the parameters."""
 TOLERANCE = 0.03
 """How far parameters may be from the budget."""
+USABLE = 0.9
+"""The part of a memory that weights and cache may take."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,8 @@ class Demand:
     batch: sequences at once.
     latency_ms: milliseconds that a decode step may take; None: any.
     param_dtype: of the weights, a name in `costs.BYTES`.
-    cache_dtype: of the cache.
+    kv_dtype: of the cache.
+    split: how devices split the cache, 'heads' or 'batch', see `Placement`.
     objective: 'quality', 'throughput' (tokens a second, at the batch that
       fits) or 'latency' (of a step, at `batch`).
     vocab_size: m.
@@ -79,7 +80,8 @@ class Demand:
   batch: int = 1
   latency_ms: float | None = None
   param_dtype: str = 'bf16'
-  cache_dtype: str = 'bf16'
+  kv_dtype: str = 'bf16'
+  split: str = 'heads'
   objective: str = 'quality'
   vocab_size: int = 128_256
   head_dim: int | None = None
@@ -91,18 +93,25 @@ class Demand:
     if self.latency_ms is not None:
       checks.real('latency_ms', self.latency_ms, 1e-6, 1e6)
     itemsize('param_dtype', self.param_dtype)
-    itemsize('cache_dtype', self.cache_dtype)
+    itemsize('kv_dtype', self.kv_dtype)
     if self.objective not in OBJECTIVES:
       raise ValueError(f'objective={self.objective!r} must be in {OBJECTIVES}')
     if self.head_dim not in (None, *HEAD_DIMS):
       raise ValueError(f'head_dim={self.head_dim!r} must be in {HEAD_DIMS}')
+    if self.split not in SPLITS:
+      raise ValueError(f'split={self.split!r} must be in {SPLITS}')
 
   @property
   def place(self) -> Placement:
     """Where it runs."""
     return Placement(
-      self.hardware, self.devices, self.param_dtype, self.cache_dtype
+      self.hardware, self.devices, self.param_dtype, self.kv_dtype, self.split
     )
+
+  @property
+  def usable_memory(self) -> float:
+    """Bytes of each device for weights and cache; the rest for activations."""
+    return USABLE * self.hardware.memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,8 +170,14 @@ class Candidate:
 
   @property
   def strategy(self) -> str:
-    """'MHA', 'GQA-8', 'MQA' or 'MLA'."""
-    return self.kind + (f'-{self.num_kv_heads}' if self.kind == 'GQA' else '')
+    """'MHA', 'GQA-8' by key/value heads, 'MQA' or 'MLA-512' by rank."""
+    sizes = {
+      'GQA': self.num_kv_heads,
+      'MLA': dict(self.attention.sizes).get('r'),
+    }
+    return (
+      f'{self.kind}-{sizes[self.kind]}' if self.kind in sizes else self.kind
+    )
 
   @property
   def words(self) -> str:
@@ -201,7 +216,7 @@ def candidates(demand: Demand) -> Iterator[Candidate]:
       for layers in _depths(d)
       for room in [(demand.params - outside) / layers - 2 * d]
       if 3 * MLP_RATIOS[0] < room / d**2 < 3 * MLP_RATIOS[1] + 5
-    ]  # attention has no more than 5 d^2 parameters
+    ]  # attention has about 5 d^2 parameters at most
     if not depths:
       continue
     unit = math.lcm(128, demand.devices)
@@ -276,10 +291,11 @@ def _attentions(
 ) -> Iterator[GroupedConfig | LatentConfig]:
   """MHA, GQA and MQA with every divisor of the heads, and MLA.
 
-  Of more heads than 8 multiples of 4, as all published have them, so that 2 or
+  Of more heads than 8 multiples of 4, as most published have them, so that 2 or
   4 devices can share them.
-  Latents as DeepSeek-V2's: r = 4 k, p = k / 2, from d = 5120 on queries too
-  come from one, of 3 r features; r and p are multiples of 64.
+  Latents as DeepSeek-V2's: r = 4 k or half of it, p = k / 2 but at least 64;
+  from d = 5120 on queries too come from one, of 12 k features. RoPE's base is
+  Llama-2's, beyond its length Llama-3's.
   """
   rope = Rope(10_000.0 if demand.seq_len <= 4096 else 500_000.0)
   for k in HEAD_DIMS if demand.head_dim is None else (demand.head_dim,):
@@ -289,13 +305,12 @@ def _attentions(
     for n in range(1, h + 1):
       if h % n == 0:
         yield GroupedConfig(d, h, n, k, use_bias=False, rope=rope)
-    r = 4 * k
-    if r % 64 == 0:
+    for r in (2 * k, 4 * k):
       yield LatentConfig(
         d,
         h,
         kv_lora_rank=r,
-        q_lora_rank=3 * r if d >= 5120 else None,
+        q_lora_rank=12 * k if d >= 5120 else None,
         qk_nope_head_dim=k,
         qk_rope_head_dim=max(64, k // 2 // 64 * 64),
         v_head_dim=k,

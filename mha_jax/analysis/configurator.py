@@ -5,9 +5,9 @@
   choice.front, choice.closest        see `advice` for reasons in words
 
 Of the candidates that no rule drops, those within a loss of quality of the best
-are compared by what the objective asks for. Quality is not predicted by
-formula: the proxy is what two papers found when they changed nothing but keys
-and values, and parameters are the same for all.
+are compared by what the objective asks for and by that loss. Quality is not
+predicted by formula: the proxy is what two papers found for fewer keys and
+values, and parameters are the same for all.
 """
 
 import bisect
@@ -16,23 +16,34 @@ import math
 from collections.abc import Sequence
 
 from mha_jax.analysis.candidates import Demand, candidates, kv_heads
-from mha_jax.analysis.costs import ModelShape, gigabytes, num_params
+from mha_jax.analysis.costs import (
+  ModelShape,
+  gigabytes,
+  itemsize,
+  num_params,
+)
 from mha_jax.analysis.published import PUBLISHED, Published
-from mha_jax.analysis.roofline import decode_step
+from mha_jax.analysis.roofline import decode_step, max_batch
 from mha_jax.analysis.rules import MEMORY, RULES, Costed, Rule
-from mha_jax.attention import AttentionConfig
+from mha_jax.attention import AttentionConfig, LatentConfig
 
 MQA_LOSS, GQA_LOSS = 0.6, 0.1
 """Points of T5-XXL's average score that one and eight key/value heads lose."""
+LOW_RANK_LOSS = 0.6
+"""Points for half of DeepSeek's rank: our guess, the most that is known."""
 QUALITY_SOURCE = (
   "points below multi-head attention's average score over seven tasks: T5-XXL "
-  '47.2 with 64 key/value heads, 47.1 with 8, 46.6 with 1 (Ainslie et al. '
-  '2023, GQA, table 1), in between by the logarithm; latent attention 0, as '
-  'good as multi-head or better (DeepSeek-V2 2024, table 9). Depth against '
-  'width counts nothing at equal parameters (Kaplan et al. 2020, figure 5)'
+  '47.2 with 64 key/value heads, 47.1 with 8, 46.6 with 1, both uptrained from '
+  'the first with 5 % of its compute (Ainslie et al. 2023, GQA, table 1); in '
+  'between by the logarithm, which is our interpolation. Latent attention 0: '
+  'better than multi-head in seven of eight scores (DeepSeek-V2 2024, table '
+  '9); half of its rank 0.6, our guess. Depth against width counts nothing '
+  '(Kaplan et al. 2020, figure 5, at equal parameters without embeddings)'
 )
 LOSSES = {'quality': 0.1, 'throughput': 0.3, 'latency': 0.3}
 """Points of the proxy that each objective gives up for what it asks for."""
+POINT = 1.0
+"""Halvings of the cost that make up for a point."""
 STRAY = 2.0
 """Halvings of the cost that make up for a factor of two off the usual."""
 
@@ -65,10 +76,11 @@ def quality(attention: AttentionConfig) -> float:
     n = h      0
     n >= 8     -0.1 (1 - log(n / 8) / log(h / 8))
     n < 8      -0.6 + 0.5 log2(n) / 3
-    latent     0
+    latent     -0.6 max(0, log2(4 k / r))
 
   No prediction: it orders, see `QUALITY_SOURCE`. DeepSeek-V2's table 8 finds
-  the same order for its own 7B models, with wider gaps on harder tasks.
+  the same order for 7B models trained from scratch, with far wider gaps: of
+  MMLU 45.2, 8 key/value heads lose 4.0 and one 7.3.
 
   Args:
     attention: its config.
@@ -76,6 +88,9 @@ def quality(attention: AttentionConfig) -> float:
   Source: Ainslie et al. 2023, GQA, table 1; DeepSeek-V2 (2024), table 9.
   """
   n, h = kv_heads(attention), attention.num_heads
+  if isinstance(attention, LatentConfig):
+    halvings = math.log2(4 * attention.sizes['k'] / attention.kv_lora_rank)
+    return -LOW_RANK_LOSS * max(0.0, halvings)
   if n is None or n == h:
     return 0.0
   if n >= 8:
@@ -102,11 +117,11 @@ def choose(demand: Demand) -> Choice:
     if len(gone) == len(left):
       raise ValueError(_failure(rule, left))
     dropped[rule.name] = tuple(gone)
-    places = set(map(id, gone))
-    left = [x for x in left if id(x) not in places]
+    ids = set(map(id, gone))
+    left = [x for x in left if id(x) not in ids]
   best = best_of(left)
   strategies = sorted(
-    (x for x in left if _body(x) == _body(best)), key=lambda x: x.token_bytes
+    (x for x in left if body(x) == body(best)), key=lambda x: x.token_bytes
   )
   return Choice(
     best,
@@ -124,10 +139,12 @@ def best_of(feasible: Sequence[Costed]) -> Costed:
   Those within `LOSSES` of the highest quality remain; for 'quality' grouped
   ones come before latent ones, which fewer makers have tried. Then the least
 
-    log2(cost) + 2 strangeness
+    log2(cost) + points lost + 2 strangeness
 
-  decides: cost is bytes of the cache on each device for 'quality', seconds of a
-  token for 'throughput', of a step for 'latency'.
+  decides: cost is bytes of weights (of the budget) and cache on each device for
+  'quality', seconds of a token at the batch that fits for 'throughput', of a
+  step for 'latency'. So a cache that is small beside the weights costs no
+  quality.
 
   Args:
     feasible: candidates that break no rule, at least one.
@@ -179,8 +196,8 @@ def closest(shape: ModelShape, count: int = 2) -> tuple[Published, ...]:
 def fitting_batch(costed: Costed) -> int:
   """The most sequences that memory, and latency where it is bound, allow."""
   demand, shape = costed.demand, costed.candidate.shape
-  room = demand.hardware.memory - costed.weight_bytes
-  most = int(room // (costed.cache_bytes / demand.batch))
+  room = max(0.0, demand.usable_memory - costed.weight_bytes)
+  most = max_batch(shape, demand.place, demand.seq_len, room)
   if demand.latency_ms is None:
     return most
 
@@ -193,23 +210,28 @@ def fitting_batch(costed: Costed) -> int:
   )
 
 
-def _body(costed: Costed) -> tuple[int, int, int]:
+def body(costed: Costed) -> tuple[int, int, int]:
+  """Width, depth and features of a head: what strategies have in common."""
   x = costed.candidate
   return x.d_model, x.num_layers, x.head_dim
 
 
 def _preference(costed: Costed) -> float:
-  return math.log2(_cost(costed)) + STRAY * costed.candidate.strangeness
+  candidate = costed.candidate
+  lost = -quality(candidate.attention)
+  stray = STRAY * candidate.strangeness
+  return math.log2(_cost(costed)) + POINT * lost + stray
 
 
 def _cost(costed: Costed) -> float:
   """What the objective minimises."""
   demand, candidate = costed.demand, costed.candidate
   if demand.objective == 'quality':
-    return costed.cache_bytes
+    size = itemsize('param_dtype', demand.param_dtype)
+    return demand.params * size / demand.devices + costed.cache_bytes
   if demand.objective == 'latency':
     return costed.step.seconds
-  batch = fitting_batch(costed)
+  batch = max(1, fitting_batch(costed))
   step = decode_step(candidate.shape, demand.place, demand.seq_len, batch)
   return 1 / step.tokens_per_second
 
@@ -271,24 +293,29 @@ def _failure(rule: Rule, left: Sequence[Costed]) -> str:
 
 def _memory_failure(left: Sequence[Costed]) -> str:
   demand = left[0].demand
-  limit = demand.hardware.memory
+  limit = demand.usable_memory
   least = min(left, key=lambda x: x.memory)
   weights, memory = least.weight_bytes, least.memory
   devices = 'each device' if demand.devices > 1 else 'the device'
+  where = f'the {gigabytes(limit)} that {devices} has for them'
   if weights > limit:
+    ways = 2 ** math.ceil(math.log2(weights * demand.devices / limit))
     return (
-      f'memory: weights {gigabytes(weights)} of {gigabytes(limit)} on '
-      f'{devices}: {gigabytes(weights - limit)} too many; take at least '
-      f'{math.ceil(weights * demand.devices / limit)} devices or a smaller '
-      'param_dtype'
+      f'memory: weights {gigabytes(weights)} of {where}: '
+      f'{gigabytes(weights - limit)} too many; take devices={ways} or more, or '
+      'a smaller param_dtype'
     )
-  sequence = least.cache_bytes / demand.batch
-  fits = int((limit - weights) // sequence)
+  fits = fitting_batch(dataclasses.replace(least, demand=_unbound(demand)))
   tokens = int((limit - weights) // (least.cache_bytes / demand.seq_len))
+  batch = f'batch={fits} or ' if fits else ''
   return (
     f'memory: weights {gigabytes(weights)} and a cache of at least '
-    f'{gigabytes(least.cache_bytes)} ({least.candidate.words}) of '
-    f'{gigabytes(limit)} on {devices}: {gigabytes(memory - limit)} too many; '
-    f'batch={fits} or seq_len={tokens} fits, or take more devices or a smaller '
-    'cache_dtype'
+    f'{gigabytes(least.cache_bytes)} ({least.candidate.words}) of {where}: '
+    f'{gigabytes(memory - limit)} too many; {batch}seq_len={tokens} fits, or '
+    'take more devices or a smaller kv_dtype'
   )
+
+
+def _unbound(demand: Demand) -> Demand:
+  """The same without a bound on latency."""
+  return dataclasses.replace(demand, latency_ms=None)

@@ -180,7 +180,7 @@ class ModelShape:
 
 
 def stack(
-  attention: AttentionConfig,
+  attention: AttentionConfig | Sequence[AttentionConfig],
   num_layers: int,
   *,
   vocab_size: int,
@@ -193,10 +193,10 @@ def stack(
   norms: int = 1,
   causal: bool = True,
 ) -> ModelShape:
-  """A model of layers with the same attention.
+  """A model of layers that are alike, or take turns.
 
   Args:
-    attention: its config.
+    attention: their config, or configs of the layers in turn, like windows.
     num_layers: how many.
     vocab_size: m.
     mlp: of each layer.
@@ -213,6 +213,9 @@ def stack(
     ValueError: a number is not positive, or first has too many.
   """
   checks.positive('num_layers', num_layers)
+  attentions = (
+    [attention] if isinstance(attention, AttentionConfig) else attention
+  )
   if len(first) > num_layers or not windows:
     raise ValueError(
       f'first has {len(first)} and windows {len(windows)} for num_layers='
@@ -220,7 +223,12 @@ def stack(
     )
   mlps = [*first, *[mlp] * (num_layers - len(first))]
   layers = tuple(
-    Layer(attention, mlp, windows[i % len(windows)], layer_norms)
+    Layer(
+      attentions[i % len(attentions)],
+      mlp,
+      windows[i % len(windows)],
+      layer_norms,
+    )
     for i, mlp in enumerate(mlps)
   )
   return ModelShape(layers, vocab_size, tied, positions, norms, causal)
@@ -404,8 +412,8 @@ def decode_intensity(
     dtype: of the cache.
   """
   check_sizes(length, 1)
-  flops, elements = attention_step(Layer(attention), length)
-  return flops / (elements * itemsize('dtype', dtype))
+  flops, kept, made = attention_step(Layer(attention), length)
+  return flops / ((kept + made) * itemsize('dtype', dtype))
 
 
 def itemsize(name: str, dtype: str) -> float:
@@ -511,7 +519,7 @@ def core_flops(shape: ModelShape, length: int, devices: int = 1) -> float:
 
 def attention_step(
   layer: Layer, length: int, devices: int = 1
-) -> tuple[float, float]:
+) -> tuple[float, float, float]:
   """What a new token's attention takes on each device; see `decode_flops`.
 
   Args:
@@ -520,15 +528,15 @@ def attention_step(
     devices: ways that heads are split.
 
   Returns:
-    FLOPs, and elements read: of the cache, and in the expanded form of latent
-    attention of the keys and values that are made.
+    FLOPs; elements of the cache that are read; and, in the expanded form of
+    latent attention, of keys and values that are written and read again.
   """
   attention, keys = layer.attention, layer.keys(length)
   expanded = attention.expands(1, keys)
   k, v = _head_widths(attention, expanded)
   heads = math.ceil(attention.num_heads / devices)
   flops = 2.0 * heads * (k + v) * keys
-  elements = device_elements(attention, devices) * keys
+  kept, made = float(device_elements(attention, devices) * keys), 0.0
   if expanded:
     ups = [
       row
@@ -536,6 +544,6 @@ def attention_step(
       if isinstance(row, Projection) and row.contracted == 'r'
     ]
     flops += 2.0 * (keys - 1) * sum(_row_params(x, devices) for x in ups)
-    made = [math.prod(x.bias_shape) // attention.num_heads for x in ups]
-    elements += 2 * keys * heads * sum(made)  # written, and read again
-  return flops, elements
+    features = [math.prod(x.bias_shape) // attention.num_heads for x in ups]
+    made = 2.0 * keys * heads * sum(features)
+  return flops, kept, made

@@ -21,6 +21,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mha_jax.attention import checks
+
 LEAST = {'flops': 1e9, 'bandwidth': 1e8, 'memory': 1e6}
 """Less than this is no machine but another unit."""
 UNITS = {'flops': 'FLOP/s', 'bandwidth': 'bytes/s', 'memory': 'bytes'}
@@ -36,6 +38,7 @@ class Hardware:
     bandwidth: bytes/s read from its main memory.
     memory: bytes of main memory.
     source: where the numbers are from.
+    lanes: features that a head should have a multiple of, or is padded to.
 
   Raises:
     ValueError: a number is not finite, or so small that its unit is another.
@@ -46,6 +49,7 @@ class Hardware:
   bandwidth: float
   memory: float
   source: str = 'given by the user'
+  lanes: int = 64
 
   def __post_init__(self) -> None:
     for name, least in LEAST.items():
@@ -56,6 +60,7 @@ class Hardware:
           f'{name}={value!r} of hardware {self.name!r} must be a number of '
           f'{UNITS[name]}, at least {least:g}'
         )
+    checks.positive('lanes', self.lanes)
 
   @property
   def ridge(self) -> float:
@@ -78,9 +83,9 @@ HARDWARE: dict[str, Hardware] = {
       24e9,
       'NVIDIA Ada GPU architecture whitepaper, appendix A, FP32 accumulation',
     ),
-    Hardware('v5e', 197e12, 0.81e12, 16e9, _SCALING_BOOK),
-    Hardware('v5p', 459e12, 2.8e12, 96e9, _SCALING_BOOK),
-    Hardware('v6e', 920e12, 1.6e12, 32e9, _SCALING_BOOK),
+    Hardware('v5e', 197e12, 0.81e12, 16e9, _SCALING_BOOK, 128),
+    Hardware('v5p', 459e12, 2.8e12, 96e9, _SCALING_BOOK, 128),
+    Hardware('v6e', 920e12, 1.6e12, 32e9, _SCALING_BOOK, 128),
   )
 }
 """The makers' numbers by name."""
@@ -120,7 +125,7 @@ def from_json(path: str | os.PathLike[str]) -> Hardware:
 
   Args:
     path: a JSON object with these names in FLOP/s, bytes/s and bytes, and with
-      a "source" or none.
+      a "source" and "lanes" or without.
 
   Raises:
     ValueError: the file cannot be read, a name is missing or unknown, or a

@@ -3,15 +3,22 @@
   model = published('llama3-70b')
   model.shape, model.context, model.source
 
-Sizes are those of the released config.json, which each source names; biases and
-norms are counted where the library's attention has them.
+Sizes, rotations and windows are those of the released config.json, which each
+source names; biases and norms are counted where the library's attention has
+them, the biases of DeepSeek's and Kimi's routers are not.
 """
 
 import dataclasses
 import difflib
 
 from mha_jax.analysis.costs import Experts, Mlp, ModelShape, stack
-from mha_jax.attention import GroupedConfig, LatentConfig, Rope
+from mha_jax.attention import (
+  GroupedConfig,
+  LatentConfig,
+  LinearScaling,
+  Rope,
+  YarnScaling,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +61,9 @@ def published(name: str) -> Published:
   )
 
 
+_ROPE = Rope()
+
+
 def _plain(name: str) -> str:
   """Letters and digits alone, in lower case."""
   return ''.join(x for x in name.lower() if x.isalnum())
@@ -64,12 +74,12 @@ def _grouped(
   num_heads: int,
   num_kv_heads: int,
   head_dim: int = 128,
-  theta: float | None = 10_000.0,
+  rope: Rope | None = _ROPE,
   use_bias: bool = False,
   normalize_qk: bool | str = False,
   logit_softcap: float | None = None,
 ) -> GroupedConfig:
-  """An attention without a bias, with RoPE but for theta None."""
+  """An attention without a bias."""
   return GroupedConfig(
     d_model,
     num_heads,
@@ -77,7 +87,7 @@ def _grouped(
     head_dim,
     use_bias=use_bias,
     normalize_qk=normalize_qk,
-    rope=None if theta is None else Rope(theta),
+    rope=rope,
     logit_softcap=logit_softcap,
   )
 
@@ -85,6 +95,7 @@ def _grouped(
 def _latent(
   d_model: int,
   num_heads: int,
+  scaling: YarnScaling,
   q_lora_rank: int | None = 1536,
   theta: float = 10_000.0,
 ) -> LatentConfig:
@@ -97,9 +108,19 @@ def _latent(
     qk_nope_head_dim=128,
     qk_rope_head_dim=64,
     v_head_dim=128,
-    rope=Rope(theta),
+    rope=Rope(theta, 'interleaved', scaling),
   )
 
+
+def _gemma3(rope: Rope) -> GroupedConfig:
+  return _grouped(3840, 16, 8, 256, rope, normalize_qk='rms')
+
+
+_V2_YARN = YarnScaling(40.0, 4096, mscale=0.707, mscale_all_dim=0.707)
+_V3_YARN = YarnScaling(40.0, 4096, mscale=1.0, mscale_all_dim=1.0)
+_K2_YARN = YarnScaling(
+  32.0, 4096, beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0
+)
 
 PUBLISHED: dict[str, Published] = {
   row.name: row
@@ -107,7 +128,7 @@ PUBLISHED: dict[str, Published] = {
     Published(
       'gpt2',
       stack(
-        _grouped(768, 12, 12, 64, theta=None, use_bias=True),
+        _grouped(768, 12, 12, 64, rope=None, use_bias=True),
         12,
         vocab_size=50_257,
         mlp=Mlp(3072, gated=False, use_bias=True),
@@ -123,7 +144,7 @@ PUBLISHED: dict[str, Published] = {
     Published(
       'bert-base',
       stack(
-        _grouped(768, 12, 12, 64, theta=None, use_bias=True),
+        _grouped(768, 12, 12, 64, rope=None, use_bias=True),
         12,
         vocab_size=30_522,
         mlp=Mlp(3072, gated=False, use_bias=True),
@@ -164,7 +185,7 @@ PUBLISHED: dict[str, Published] = {
     Published(
       'llama3-8b',
       stack(
-        _grouped(4096, 32, 8, theta=500_000.0),
+        _grouped(4096, 32, 8, rope=Rope(5e5)),
         32,
         vocab_size=128_256,
         mlp=Mlp(14_336),
@@ -176,7 +197,7 @@ PUBLISHED: dict[str, Published] = {
     Published(
       'llama3-70b',
       stack(
-        _grouped(8192, 64, 8, theta=500_000.0),
+        _grouped(8192, 64, 8, rope=Rope(5e5)),
         80,
         vocab_size=128_256,
         mlp=Mlp(28_672),
@@ -216,7 +237,7 @@ PUBLISHED: dict[str, Published] = {
     Published(
       'gemma3-12b',
       stack(
-        _grouped(3840, 16, 8, 256, theta=1e6, normalize_qk='rms'),
+        [_gemma3(_ROPE)] * 5 + [_gemma3(Rope(1e6, scaling=LinearScaling(8.0)))],
         48,
         vocab_size=262_208,
         mlp=Mlp(15_360),
@@ -234,7 +255,7 @@ PUBLISHED: dict[str, Published] = {
     Published(
       'qwen2.5-7b',
       stack(
-        _grouped(3584, 28, 4, theta=1e6, use_bias=True),
+        _grouped(3584, 28, 4, rope=Rope(1e6), use_bias=True),
         28,
         vocab_size=152_064,
         mlp=Mlp(18_944),
@@ -249,7 +270,7 @@ PUBLISHED: dict[str, Published] = {
     Published(
       'qwen3-8b',
       stack(
-        _grouped(4096, 32, 8, theta=1e6, normalize_qk='rms'),
+        _grouped(4096, 32, 8, rope=Rope(1e6), normalize_qk='rms'),
         36,
         vocab_size=151_936,
         mlp=Mlp(12_288),
@@ -261,7 +282,7 @@ PUBLISHED: dict[str, Published] = {
     Published(
       'deepseek-v2-lite',
       stack(
-        _latent(2048, 16, q_lora_rank=None),
+        _latent(2048, 16, _V2_YARN, q_lora_rank=None),
         27,
         vocab_size=102_400,
         mlp=Experts(Mlp(1408), routed=64, active=6, shared=2),
@@ -275,7 +296,7 @@ PUBLISHED: dict[str, Published] = {
     Published(
       'deepseek-v2',
       stack(
-        _latent(5120, 128),
+        _latent(5120, 128, _V2_YARN),
         60,
         vocab_size=102_400,
         mlp=Experts(Mlp(1536), routed=160, active=6, shared=2),
@@ -289,13 +310,13 @@ PUBLISHED: dict[str, Published] = {
     Published(
       'deepseek-v3',
       stack(
-        _latent(7168, 128),
+        _latent(7168, 128, _V3_YARN),
         61,
         vocab_size=129_280,
         mlp=Experts(Mlp(2048), routed=256, active=8, shared=1),
         first=(Mlp(18_432),) * 3,
       ),
-      params=671_026_404_352,
+      params=671_026_419_200,
       active=37e9,
       context=131_072,
       source=(
@@ -306,13 +327,13 @@ PUBLISHED: dict[str, Published] = {
     Published(
       'kimi-k2',
       stack(
-        _latent(7168, 64, theta=50_000.0),
+        _latent(7168, 64, _K2_YARN, theta=50_000.0),
         61,
         vocab_size=163_840,
         mlp=Experts(Mlp(2048), routed=384, active=8, shared=1),
         first=(Mlp(18_432),),
       ),
-      params=1_026_408_209_408,
+      params=1_026_408_232_448,
       active=32.6e9,
       context=131_072,
       source='Kimi Team 2025, Kimi K2, table 2; Kimi-K2-Base config.json',

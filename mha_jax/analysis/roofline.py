@@ -47,8 +47,8 @@ class Placement:
     cache_dtype: of the cache.
     split: how the cache is split: 'heads', or 'batch': by heads as far as they
       go and beyond that by sequences, so that nothing is replicated (Pope et
-      al.'s optimised multi-query; data-parallel attention of MLA). Weights are
-      split as with 'heads'.
+      al.'s optimised multi-query). Weights are split as with 'heads', so each
+      layer exchanges queries and outputs, which is not counted.
 
   Raises:
     ValueError: devices is not positive, or a name is unknown.
@@ -167,19 +167,20 @@ def decode_step(
   check_sizes(length, batch)
   read, head = _device_params(shape, place.devices, batch)
   used, _ = _device_params(shape, place.devices, 1)
-  flops, elements = 0.0, 0.0
+  size = BYTES[place.cache_dtype], BYTES[place.param_dtype]
+  flops, moved = 0.0, 0.0
   for layer, count in shape.groups:
     by_heads, by_batch = place.ways(layer.attention)
     each = attention_step(layer, length, by_heads)
     sequences = count * math.ceil(batch / by_batch)
     flops += sequences * each[0]
-    elements += sequences * each[1]
+    moved += sequences * (each[1] * size[0] + each[2] * size[1])
   return Step(
     place.hardware,
     batch,
     weight_bytes=(read + head) * BYTES[place.param_dtype],
     linear_flops=2.0 * batch * (used + head),
-    cache_bytes=elements * BYTES[place.cache_dtype],
+    cache_bytes=moved,
     attention_flops=flops,
   )
 
@@ -212,7 +213,7 @@ def max_batch(
   length: int,
   cache_memory: float | None = None,
 ) -> int:
-  """The most sequences of a length whose caches fit; 0: not one.
+  """The most sequences of a length whose caches fit, below 2^31; 0: not one.
 
   Args:
     shape: the model.
@@ -223,8 +224,7 @@ def max_batch(
   """
   room = _room(shape, place, cache_memory)
   most = _most(lambda x: device_cache_bytes(shape, place, length, x) <= room)
-  assert most is not None  # a sequence takes at least an element
-  return most
+  return 2**31 - 1 if most is None else most
 
 
 def max_context(

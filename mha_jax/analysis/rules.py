@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 from mha_jax.analysis.candidates import Candidate, Demand
 from mha_jax.analysis.costs import itemsize, num_params
-from mha_jax.analysis.hardware import Hardware
 from mha_jax.analysis.roofline import (
   Step,
   decode_step,
@@ -61,7 +60,7 @@ class Costed:
   def token_bytes(self) -> float:
     """Of the cache of a token in all layers, however many devices keep it."""
     elements = self.candidate.attention.cache_elements
-    size = itemsize('cache_dtype', self.demand.cache_dtype)
+    size = itemsize('kv_dtype', self.demand.kv_dtype)
     return elements * self.candidate.num_layers * size
 
   @functools.cached_property
@@ -88,12 +87,6 @@ class Rule:
   broken_by: Callable[[Costed], bool]
 
 
-def on_tpu(hardware: Hardware) -> bool:
-  """Whether a device is a TPU, by its name: v5e, tpu-v4, ..."""
-  name = hardware.name.lower().removeprefix('tpu').lstrip('-_ ')
-  return name != hardware.name.lower() or name[:2] in ('v4', 'v5', 'v6', 'v7')
-
-
 def _strange_head(costed: Costed) -> bool:
   least, most = USUAL_HEAD_DIMS
   asked = costed.demand.head_dim is not None
@@ -101,19 +94,20 @@ def _strange_head(costed: Costed) -> bool:
 
 
 def _off_lanes(costed: Costed) -> bool:
-  lanes = 128 if on_tpu(costed.demand.hardware) else 64
+  lanes = costed.demand.hardware.lanes
   asked = costed.demand.head_dim is not None
   return not asked and costed.candidate.head_dim % lanes != 0
 
 
 def _splits_badly(costed: Costed) -> bool:
   candidate, ways = costed.candidate, costed.demand.devices
-  n = candidate.num_kv_heads or ways
-  return any(x % ways for x in (candidate.num_heads, candidate.mlp_width, n))
+  n = candidate.num_kv_heads if costed.demand.split == 'heads' else None
+  sizes = (candidate.num_heads, candidate.mlp_width, n or ways)
+  return any(x % ways for x in sizes)
 
 
 def _too_large(costed: Costed) -> bool:
-  return costed.memory > costed.demand.hardware.memory
+  return costed.memory > costed.demand.usable_memory
 
 
 def _too_slow(costed: Costed) -> bool:
@@ -123,31 +117,34 @@ def _too_slow(costed: Costed) -> bool:
 
 HEAD_DIM = Rule(
   'head_dim',
-  'a head has 64 to 128 features unless you ask for others (--head_dim): '
+  'a head has 64 to 128 features unless you ask for others (head_dim): '
   'published models outside are rare, Gemma with 256 among them',
   _strange_head,
 )
 LANES = Rule(
   'lanes',
-  'head_dim fills the lanes of the hardware: multiples of 64, of 128 on TPU, '
-  'whose matrix units are 128 or 256 wide; what is missing is padded',
+  'head_dim fills the lanes of the hardware: multiples of 128 on TPU, whose '
+  'vectors are so wide and pad what is missing, elsewhere of 64, as the fused '
+  'kernels have them',
   _off_lanes,
 )
 SPLIT = Rule(
   'split',
   'query and key/value heads divide over the devices: with fewer key/value '
   'heads than devices each still keeps one, so as many heads as devices cost '
-  'no more cache there; a latent stands on every device',
+  'no more cache there; a latent stands on every device (split=batch spreads '
+  'both by sequences)',
   _splits_badly,
 )
 MEMORY = Rule(
   'memory',
-  'weights and the caches of the whole batch fit into the memory of a device',
+  'weights and the caches of the whole batch fit into 90 % of the memory of a '
+  'device; the rest is for activations',
   _too_large,
 )
 LATENCY = Rule(
   'latency',
-  'a decode step at the full length takes no longer than --latency_ms',
+  'a decode step at the full length takes no longer than latency_ms',
   _too_slow,
 )
 RULES = (HEAD_DIM, LANES, SPLIT, MEMORY, LATENCY)

@@ -139,9 +139,9 @@ class YarnScaling(RopeScaling):
     checks.real('factor', self.factor, 1, 1e6)
     _check_trained_length(self.original_max_position_embeddings)
     checks.real('beta_slow', self.beta_slow, 1e-6, 1e6)
-    if not self.beta_fast > self.beta_slow:
+    if not self.beta_fast >= self.beta_slow:
       raise ValueError(
-        f'beta_fast={self.beta_fast!r} must be above '
+        f'beta_fast={self.beta_fast!r} must be at least '
         f'beta_slow={self.beta_slow!r}'
       )
     for name in ('mscale', 'mscale_all_dim', 'attention_factor'):

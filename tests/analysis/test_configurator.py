@@ -14,6 +14,7 @@ from mha_jax.analysis import configurator, costs, roofline, rules
 from mha_jax.analysis.advice import differences, explain, reasons, remedies
 from mha_jax.analysis.advice import rules as rules_said
 from mha_jax.analysis.candidates import (
+  USABLE,
   Candidate,
   Demand,
   as_python,
@@ -27,7 +28,7 @@ from mha_jax.analysis.configurator import (
   quality,
 )
 from mha_jax.analysis.costs import Mlp, stack
-from mha_jax.analysis.hardware import HARDWARE, Hardware
+from mha_jax.analysis.hardware import HARDWARE
 from mha_jax.analysis.published import PUBLISHED, Published
 from mha_jax.analysis.rules import RULES, Costed
 from mha_jax.attention import GroupedConfig, LatentConfig, Rope
@@ -75,7 +76,7 @@ class CandidatesTest(parameterized.TestCase):
       self.assertBetween(x.mlp_width / x.d_model, 2.5, 5.5)
       if x.kind == 'MLA':
         sizes = x.attention.sizes
-        self.assertEqual(sizes['r'], 4 * x.head_dim)
+        self.assertIn(sizes['r'], (2 * x.head_dim, 4 * x.head_dim))
         self.assertEqual(sizes['p'], max(64, x.head_dim // 128 * 64))
     for x in rows[:: max(1, len(rows) // 50)]:
       total = costs.num_params(x.shape).total
@@ -101,7 +102,8 @@ class CandidatesTest(parameterized.TestCase):
     ({'devices': 0}, 'devices=0'),
     ({'batch': 1.5}, 'batch=1.5'),
     ({'latency_ms': 0}, 'latency_ms=0 must lie in'),
-    ({'cache_dtype': 'fp7'}, "cache_dtype='fp7' must be in"),
+    ({'kv_dtype': 'fp7'}, "kv_dtype='fp7' must be in"),
+    ({'split': 'rows'}, "split='rows' must be in"),
     ({'param_dtype': 'fp7'}, "param_dtype='fp7' must be in"),
     ({'objective': 'fun'}, "objective='fun' must be in .*'latency'"),
     ({'head_dim': 100}, 'head_dim=100 must be in'),
@@ -147,7 +149,8 @@ class RulesTest(parameterized.TestCase):
     (candidate(k=128), {'hardware': HARDWARE['v5e']}),
     (candidate(n=8), {'devices': 8}),
     (candidate(n=0), {'devices': 8}),
-    (candidate(), {'batch': 500}),
+    (candidate(), {'batch': 450}),
+    (candidate(n=4), {'devices': 8, 'split': 'batch'}),
     (candidate(), {'latency_ms': 1}),
   )
   def test_kept(self, x, changes):
@@ -155,22 +158,15 @@ class RulesTest(parameterized.TestCase):
 
   def test_memory_is_the_last_byte(self):
     costed = Costed(candidate(), SMALL)
-    for spare, wanted in ((0, False), (-1, True)):
-      machine = dataclasses.replace(H100, memory=costed.memory + spare)
+    for spare, wanted in ((1, False), (-1, True)):
+      memory = (costed.memory + spare) / USABLE
+      machine = dataclasses.replace(H100, memory=memory)
       demand = dataclasses.replace(SMALL, hardware=machine)
       got = rules.MEMORY.broken_by(Costed(candidate(), demand))
       self.assertEqual(got, wanted)
 
-  @parameterized.parameters(
-    ('v5e', True), ('TPU-v4', True), ('v100', False), ('h100', False)
-  )
-  def test_tpus(self, name, wanted):
-    self.assertEqual(rules.on_tpu(Hardware(name, 1e12, 1e12, 1e9)), wanted)
-
   def test_words(self):
-    """Each says what it asks; those that dropped something are reported."""
-    for rule in RULES:
-      self.assertGreater(len(rule.words), 40)
+    """Those that dropped something are reported."""
     choice = choose(dataclasses.replace(SMALL, params=1e9, devices=8))
     said = ' '.join(rules_said(choice))
     for name, rows in choice.dropped.items():
@@ -252,7 +248,7 @@ class ChoiceTest(parameterized.TestCase):
     """8 B parameters, 64 caches of 32,768 tokens: no eight heads of them."""
     choice = choose(Demand(8e9, 32_768, H100, batch=64))
     self.assertEqual(choice.best.candidate.kind, 'MLA')
-    self.assertIn('A latent of 576 elements', ' '.join(reasons(choice)))
+    self.assertRegex(' '.join(reasons(choice)), r'A latent of \d+ elements')
 
   def test_fewer_heads_where_eight_do_not_fit(self):
     """The reasons name the rule: not even a latent fits 160 times."""
@@ -260,10 +256,39 @@ class ChoiceTest(parameterized.TestCase):
     self.assertEqual(choice.best.candidate.kind, 'MQA')
     said = ' '.join(reasons(choice))
     self.assertIn('1 key/value head for', said)
-    self.assertIn(
-      'Eight or more would lose less, but break a rule: memory', said
+    self.assertRegex(said, r'rules drop .*GQA-8.*MLA-256 \(memory\)')
+
+  def test_small_caches_cost_no_quality(self):
+    """Beside 2.6 GB of weights 75 MB of keys and values are kept."""
+    demand = Demand(1.3e9, 1024, H100)
+    self.assertEqual(choose(demand).best.candidate.num_kv_heads, 16)
+    many = choose(dataclasses.replace(demand, batch=256)).best
+    self.assertEqual(many.candidate.num_kv_heads, 8)
+
+  def test_caches_by_sequences(self):
+    """With split=batch a latent stands once, and throughput takes it."""
+    demand = Demand(8e9, 32_768, H100, 8, 16, objective='throughput')
+    best = choose(demand).best
+    self.assertEqual(best.candidate.num_kv_heads, 8)
+    spread = choose(dataclasses.replace(demand, split='batch')).best
+    self.assertEqual(spread.candidate.kind, 'MLA')
+    self.assertGreater(fitting_batch(spread), 2 * fitting_batch(best))
+    said = ' '.join(
+      remedies(choose(dataclasses.replace(demand, params=9e9)))['memory']
     )
-    self.assertIn('Latent attention breaks a rule: ', said)
+    self.assertNotIn('16 devices', said)  # which 8 key/value heads do not share
+
+  def test_lower_ranks_are_charged(self):
+    """Half of DeepSeek's rank is a strategy, but never the better one."""
+    choice = choose(Demand(1.3e9, 32_768, H100, batch=16, objective='latency'))
+    ranks = {
+      x.candidate.attention.kv_lora_rank: quality(x.candidate.attention)
+      for x in choice.strategies
+      if x.candidate.kind == 'MLA'
+    }
+    k = choice.best.candidate.head_dim
+    self.assertEqual(ranks, {2 * k: -0.6, 4 * k: 0})
+    self.assertEqual(choice.best.candidate.attention.kv_lora_rank, 4 * k)
 
   def test_fitting_batch(self):
     """As the roofline's; the largest that a latency allows."""
@@ -273,7 +298,9 @@ class ChoiceTest(parameterized.TestCase):
       shape, place = costed.candidate.shape, demand.place
       got = fitting_batch(costed)
       if latency is None:
-        self.assertEqual(got, roofline.max_batch(shape, place, 4096))
+        room = 0.9 * H100.memory - costed.weight_bytes
+        most = roofline.max_batch(shape, place, 4096, room)
+        self.assertEqual(got, most)
         continue
       times = [
         roofline.decode_step(shape, place, 4096, x).seconds * 1e3
@@ -299,8 +326,8 @@ class ChoiceTest(parameterized.TestCase):
   @parameterized.parameters(
     (
       {'params': 13e9, 'hardware': HARDWARE['rtx4090']},
-      r'memory: weights 25\.9 GB of 24\.0 GB on the device: 1\.9 GB too '
-      r'many; take at least 2 devices',
+      r'memory: weights 25\.9 GB of the 21\.6 GB that the device has for '
+      r'them: 4\.3 GB too many; take devices=2 or more',
     ),
     (
       {'params': 8e9, 'batch': 20_000},
@@ -402,7 +429,7 @@ CHOSEN = {
   # where it is not within 2x, the factor of the difference that says why.
   'gpt2': (0.67, None),
   'llama2-7b': (0.23, 'key/value heads'),
-  'llama2-13b': (0.20, 'key/value heads'),
+  'llama2-13b': (0.25, 'key/value heads'),
   'llama2-70b': (0.90, None),
   'llama3-8b': (1.00, None),
   'llama3-70b': (0.90, None),
@@ -462,7 +489,7 @@ class MakersTest(parameterized.TestCase):
     model = PUBLISHED['llama2-7b']
     best = choose(served(model)).best
     self.assertIn(
-      'its cache takes 68.7 GB a device (does not fit: 66.5 GB are left)',
+      'its cache takes 68.7 GB a device (does not fit: 58.5 GB are left)',
       explain(best, model),
     )
 

@@ -130,8 +130,8 @@ class ErrorsTest(parameterized.TestCase):
     ),
     (lambda: YarnScaling(4.0, 0), 'original_max_position_embeddings=0 must be'),
     (
-      lambda: YarnScaling(4.0, 64, beta_fast=1.0),
-      'beta_fast=1.0 must be above beta_slow=1.0',
+      lambda: YarnScaling(4.0, 64, beta_fast=0.5),
+      'beta_fast=0.5 must be at least beta_slow=1.0',
     ),
     (lambda: YarnScaling(4.0, 64, mscale=-1.0), 'mscale=-1.0 must lie in'),
     (

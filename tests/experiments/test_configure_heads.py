@@ -35,7 +35,7 @@ class ConfigureHeadsTest(parameterized.TestCase):
     for part in (
       'Why:',
       'Strategies of this width and depth',
-      'Closest published models:\n- gpt2 keeps',
+      'Closest published models:\n- gpt2 (124 M) keeps',
       'When memory is short:',
       'When latency is short:',
       'Rules:\n- lanes dropped',
@@ -96,7 +96,8 @@ class ConfigureHeadsTest(parameterized.TestCase):
         'batch': 3,
         'latency_ms': 50.0,
         'param_dtype': 'bf16',
-        'cache_dtype': 'fp8',
+        'kv_dtype': 'fp8',
+        'split': 'heads',
         'objective': 'latency',
         'vocab_size': 128_256,
         'head_dim': None,
@@ -126,7 +127,7 @@ class ConfigureHeadsTest(parameterized.TestCase):
     """Llama-3 70B in bf16: 160 KiB a token in int8, so 320."""
     result = self.call('--model=Llama-3 70B', '--devices=8', '--seq_len=8k')
     self.assertEqual(result.code, 0, result)
-    for part in ('70,553,706,496', '320 KiB', 'num_kv_heads=8', '17.6 GB'):
+    for part in ('70,553,706,496', '320 KiB', 'num_kv_heads 8', '17.6 GB'):
       self.assertIn(part, result.out)
     self.assertRegex(result.out, r'fits +yes')
     result = self.call('--model=llama3-70b', '--json')
@@ -135,7 +136,32 @@ class ConfigureHeadsTest(parameterized.TestCase):
     self.assertEqual(found['max_batch'], 0)
     self.assertFalse((self.workdir / 'configure_heads.png').exists())
     result = self.call('--model=llama3-70b')
-    self.assertRegex(result.out, r'fits +no: 232\.\d GB too many')
+    self.assertRegex(result.out, r'fits +no: 240\.\d GB too many')
+
+  def test_model_of_layers_that_differ(self):
+    """Local and global layers of Gemma 3 by themselves."""
+    result = self.call('--model=gemma3-12b', '--json')
+    found = json.loads(result.out)
+    local, whole = found['layers']
+    self.assertEqual((local['count'], whole['count']), (40, 8))
+    self.assertEqual(
+      whole['cache_bytes_per_sequence'], 2 * 2 * 8 * 256 * 32_768
+    )
+    self.assertEqual(
+      whole['cache_bytes_per_sequence'] / local['cache_bytes_per_sequence'], 32
+    )
+    each = sum(
+      x['count'] * x['cache_bytes_per_sequence'] for x in (local, whole)
+    )
+    self.assertEqual(each, found['cache_bytes_per_sequence'])
+
+  def test_encoder(self):
+    """No cache and no decoding; longer than it was made for is said."""
+    result = self.call('--model=bert-base')
+    self.assertEqual(result.code, 0, result)
+    self.assertIn('32,768 tokens are beyond its 512', result.out)
+    self.assertIn('no cache, no decoding', result.out)
+    self.assertNotIn('decode step', result.out)
 
   @parameterized.parameters(
     ('1.3B', 1000, 1.3e9),
@@ -166,8 +192,10 @@ class ConfigureHeadsTest(parameterized.TestCase):
     (['--model=llama3-7b'], "model='llama3-7b' is unknown; nearest"),
     (
       ['--params=13B', '--hardware=rtx4090'],
-      '2.0 GB too many; take',
+      '4.4 GB too many; take devices=2',
     ),
+    (['--params=1B', '--model=gpt2'], 'give one of the two'),
+    (['--split=rows'], '<heads|batch>'),
     (['--latency_ms=0.1'], 'against latency_ms=0.1, 1.24 ms too many'),
   )
   def test_nonsense(self, arguments, message):
@@ -183,4 +211,4 @@ class ConfigureHeadsTest(parameterized.TestCase):
   def test_unknown_variant(self):
     result = self.call(config=f'{CONFIG}:huge')
     self.assertEqual(result.code, 2, result)
-    self.assertIn("variant 'huge' must be one of", result.err)
+    self.assertIn("config variant ['huge'] is unknown", result.err)

@@ -129,6 +129,7 @@ CORNERS = {
   ),
   'no_longer': (100.0, 10, yarn(1.0, 4096)),
   'betas': (10_000.0, 64, yarn(8.0, 4096, beta_fast=17.0, beta_slow=2.5)),
+  'kimi': (50_000.0, 64, yarn(32.0, 4096, beta_fast=1.0, beta_slow=1.0)),
   'starts_before_the_first_pair': (10_000.0, 64, yarn(8.0, 100)),
   'step_at_the_first_pair': (10_000.0, 64, yarn(8.0, 6)),
   'ends_after_the_last_pair': (100.0, 10, yarn(8.0, 4096)),
