@@ -36,7 +36,9 @@ SIZES = ('d_model', 'num_heads', 'num_layers', 'length', 'batch_size', 'rounds')
 @dataclasses.dataclass(frozen=True)
 class Settings:
   models: dict[str, DecoderConfig]
-  config: ConfigDict
+  length: int
+  batch_size: int
+  rounds: int
   workdir: pathlib.Path
 
 
@@ -45,7 +47,9 @@ def parse() -> Settings:
   for name in SIZES:
     checks.positive(f'--config.{name}', config[name])
   workdir = settings.workdir_from(flags.FLAGS.workdir, config.name)
-  return Settings(models_of(config), config, workdir)
+  return Settings(
+    models_of(config), config.length, config.batch_size, config.rounds, workdir
+  )
 
 
 def models_of(config: ConfigDict) -> dict[str, DecoderConfig]:
@@ -74,26 +78,24 @@ def models_of(config: ConfigDict) -> dict[str, DecoderConfig]:
 
 
 def main(chosen: Settings) -> int:
-  config = chosen.config
+  length, batch = chosen.length, chosen.batch_size
   chosen.workdir.mkdir(parents=True, exist_ok=True)
   cpu = hardware.measure_cpu()
   place = roofline.Placement(cpu, param_dtype='fp32', cache_dtype='fp32')
-  runs = {name: _step(x, config) for name, x in chosen.models.items()}
-  seconds = timing.interleaved(runs, config.rounds)
+  runs = {name: _step(x, length, batch) for name, x in chosen.models.items()}
+  seconds = timing.interleaved(runs, chosen.rounds)
   assert seconds is not None  # nothing asks it to stop
   rows: list[dict[str, Any]] = []
   for name, model in chosen.models.items():
     shape = costs.decoder_shape(model)
-    step = roofline.decode_step(
-      shape, place, config.length + 1, config.batch_size
-    )
+    step = roofline.decode_step(shape, place, length + 1, batch)
     measured = statistics.median(seconds[name])
     row = {'model': name, 'predicted': step.seconds, 'measured': measured}
     rows.append(row | {'ratio': measured / step.seconds, 'bound': step.bound})
   print(
     f'{cpu.flops / 1e9:.0f} GFLOP/s, {cpu.bandwidth / 1e9:.0f} GB/s; d_model = '
-    f'{config.d_model}, {config.num_heads} heads, {config.num_layers} layers, '
-    f'{config.length} tokens, batch {config.batch_size}, float32'
+    f'{model.d_model}, {model.num_heads} heads, {model.num_layers} layers, '
+    f'{length} tokens, batch {batch}, float32'
   )
   Console().print(_table(rows))
   record.write_csv(chosen.workdir / 'results.csv', rows)
@@ -101,17 +103,17 @@ def main(chosen: Settings) -> int:
   return 0
 
 
-def _step(model: DecoderConfig, config: ConfigDict) -> Run:
+def _step(model: DecoderConfig, length: int, batch_size: int) -> Run:
   """A run of one decoding step behind a full cache.
 
   The cache holds zeros: what stands in it does not change the time. Its length
   is put back at each step, so that it never fills up.
   """
   decoder = DecoderLM(model)
-  tokens = jnp.zeros((config.batch_size, 1), jnp.int32)
+  tokens = jnp.zeros((batch_size, 1), jnp.int32)
   params = jax.jit(decoder.init)(jax.random.key(0), tokens)
-  caches = decoder.init_cache(config.batch_size, config.length + 1)
-  full = jnp.full(config.batch_size, config.length, jnp.int32)
+  caches = decoder.init_cache(batch_size, length + 1)
+  full = jnp.full(batch_size, length, jnp.int32)
 
   @functools.partial(jax.jit, donate_argnums=1)
   def step(params: Any, caches: Any, full: jax.Array) -> Any:
