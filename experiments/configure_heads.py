@@ -181,7 +181,7 @@ def as_dict(choice: Choice) -> dict[str, Any]:
     'strategies': [_row(choice, x) for x in choice.strategies],
     'closest': models,
     'reasons': advice.reasons(choice),
-    'rules': advice.rules(choice),
+    'rules': advice.rules_in_words(choice),
     'remedies': advice.remedies(choice),
     'quality_proxy': QUALITY_SOURCE,
     'unknown': list(advice.UNKNOWN),
@@ -233,7 +233,7 @@ def report(choice: Choice) -> None:
   for name, lines in advice.remedies(choice).items():
     if lines:
       _bullets(f'When {name} is short', lines[:SHOWN])
-  _bullets('Rules', advice.rules(choice))
+  _bullets('Rules', advice.rules_in_words(choice))
   _bullets('What this does not know', list(advice.UNKNOWN))
   print('\nTo paste:\n')
   print(as_python(choice.best.candidate))

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from mha_jax.analysis import costs, roofline
 from mha_jax.analysis.candidates import Demand
-from mha_jax.analysis.costs import Layer
+from mha_jax.analysis.costs import Layer, ModelShape
 from mha_jax.analysis.published import Published
 
 
@@ -27,7 +27,9 @@ def costs_of(model: Published, demand: Demand) -> dict[str, Any]:
     'context': model.context,
     'demand': dataclasses.asdict(demand),
     'params': dataclasses.asdict(params) | {'total': params.total},
-    'layers': [_layer(x, count, demand) for x, count in shape.groups],
+    'layers': [
+      _layer(x, count, demand, shape.causal) for x, count in shape.groups
+    ],
     'weight_bytes_per_device': weights,
     'train_flops_per_token': costs.train_flops_per_token(shape, length),
     'prefill_seconds': roofline.prefill_seconds(shape, place, length, batch),
@@ -56,8 +58,15 @@ def costs_of(model: Published, demand: Demand) -> dict[str, Any]:
   }
 
 
-def _layer(layer: Layer, count: int, demand: Demand) -> dict[str, Any]:
-  """What one of so many layers that are alike costs."""
+def _layer(
+  layer: Layer, count: int, demand: Demand, causal: bool
+) -> dict[str, Any]:
+  """What one of so many layers that are alike costs.
+
+  Its step and training with a vocabulary of one token, which hardly counts.
+  """
+  alone = ModelShape((layer,), vocab_size=1, norms=0, causal=causal)
+  step = roofline.decode_step(alone, demand.place, demand.seq_len, demand.batch)
   attention: Any = layer.attention  # a frozen dataclass, whatever the variant
   length = demand.seq_len
   params = costs.layer_params(layer)
@@ -74,6 +83,9 @@ def _layer(layer: Layer, count: int, demand: Demand) -> dict[str, Any]:
     'cache_bytes_per_sequence': kept * size,
     'made_elements_per_step': made,
     'decode_flops_per_token': 2 * params.active + flops,
+    'train_flops_per_token': costs.train_flops_per_token(alone, length),
+    'step_bytes_per_device': step.weight_bytes + step.cache_bytes,
+    'step_seconds': step.seconds,
     'attention_intensity': costs.decode_intensity(
       attention, layer.keys(length), demand.kv_dtype
     ),
@@ -132,8 +144,10 @@ def _layers(result: dict[str, Any]) -> list[tuple[str, str]]:
         f', cache {layer["cache_bytes_per_token"] / 1024:,.4g} KiB a token, '
         f'{costs.gigabytes(layer["cache_bytes_per_sequence"])} a sequence, '
         f'{layer["decode_flops_per_token"]:.3g} FLOP and '
-        f'{layer["attention_intensity"]:.3g} FLOP a byte of cache to decode'
+        f'{layer["attention_intensity"]:.3g} FLOP a byte of cache to decode, '
+        f'{1e3 * layer["step_seconds"]:.3g} ms of a step'
       )
+    costs_each += f', {layer["train_flops_per_token"]:.3g} FLOP to train'
     scores = costs.gigabytes(layer['score_bytes'])
     costs_each += f', scores {scores} a sequence (exact form, float32)'
     rows.append(('  each', costs_each))

@@ -93,7 +93,7 @@ def remedies(choice: Choice) -> dict[str, list[str]]:
   }
 
 
-def rules(choice: Choice) -> list[str]:
+def rules_in_words(choice: Choice) -> list[str]:
   """What each rule dropped, where it did, and why there is one."""
   count = len(choice.feasible) + sum(map(len, choice.dropped.values()))
   return [

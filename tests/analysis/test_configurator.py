@@ -11,8 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mha_jax.analysis import configurator, costs, roofline, rules
-from mha_jax.analysis.advice import differences, explain, reasons, remedies
-from mha_jax.analysis.advice import rules as rules_said
+from mha_jax.analysis.advice import (
+  differences,
+  explain,
+  reasons,
+  remedies,
+  rules_in_words,
+)
 from mha_jax.analysis.candidates import (
   USABLE,
   Candidate,
@@ -168,7 +173,7 @@ class RulesTest(parameterized.TestCase):
   def test_words(self):
     """Those that dropped something are reported."""
     choice = choose(dataclasses.replace(SMALL, params=1e9, devices=8))
-    said = ' '.join(rules_said(choice))
+    said = ' '.join(rules_in_words(choice))
     for name, rows in choice.dropped.items():
       phrase = f'{name} dropped {len(rows)} of'
       (self.assertIn if rows else self.assertNotIn)(phrase, said)

@@ -154,6 +154,14 @@ class ConfigureHeadsTest(parameterized.TestCase):
       x['count'] * x['cache_bytes_per_sequence'] for x in (local, whole)
     )
     self.assertEqual(each, found['cache_bytes_per_sequence'])
+    head = 262_208 * 3840
+    for name, outside in (
+      ('step_seconds', 2 * head / 3.35e12),
+      ('train_flops_per_token', 6 * head),
+      ('decode_flops_per_token', 2 * head),
+    ):
+      each = sum(x['count'] * x[name] for x in (local, whole)) + outside
+      self.assertAlmostEqual(each / found[name], 1, places=3)
 
   def test_encoder(self):
     """No cache and no decoding; longer than it was made for is said."""
