@@ -46,9 +46,9 @@ def pytest_configure(config: pytest.Config) -> None:
   deep = config.getoption('--deep')
   hypothesis.settings.load_profile('deep' if deep else 'ci')
   if not deep:
-    os.environ['XLA_FLAGS'] = (
-      f'{os.environ.get("XLA_FLAGS", "")} {compiling.QUICK}'
-    )
+    flags = os.environ.get('XLA_FLAGS', '')
+    # XLA takes a lone space for the name of a file.
+    os.environ['XLA_FLAGS'] = f'{flags} {compiling.QUICK}'.strip()
 
 
 @pytest.fixture(scope='session', autouse=True)
