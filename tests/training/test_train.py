@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import oracles
+import pytest
 from absl.testing import parameterized
 
 from mha_jax.decoder import DecoderConfig, DecoderLM
@@ -82,6 +83,20 @@ class ScheduleTest(parameterized.TestCase):
     self.assertAlmostEqual(found[11], 0.004, places=7)
 
 
+@pytest.mark.usefixtures('full_compile')
+class ScanTest(parameterized.TestCase):
+  def test_scan_is_single_steps(self):
+    """4 steps at once are 4 single ones, bit for bit."""
+    key, state = start(DROPOUT)
+    whole, history = advance(DROPOUT, 4, key, state)
+    for i in range(4):
+      state, metrics = advance(DROPOUT, 1, key, state)
+      oracles.assert_same_bits(
+        metrics, {name: x[i : i + 1] for name, x in history.items()}
+      )
+    oracles.assert_same_bits(state, whole)
+
+
 class StepTest(parameterized.TestCase):
   def test_clipping(self):
     """The optimiser sees the gradient scaled down to norm clip_norm."""
@@ -131,17 +146,6 @@ class StepTest(parameterized.TestCase):
     ]
     np.testing.assert_allclose(metrics['learning_rate'], wanted, rtol=1e-5)
     self.assertEqual(int(end.step), 4)
-
-  def test_scan_is_single_steps(self):
-    """4 steps at once are 4 single ones, bit for bit."""
-    key, state = start(DROPOUT)
-    whole, history = advance(DROPOUT, 4, key, state)
-    for i in range(4):
-      state, metrics = advance(DROPOUT, 1, key, state)
-      oracles.assert_same_bits(
-        metrics, {name: x[i : i + 1] for name, x in history.items()}
-      )
-    oracles.assert_same_bits(state, whole)
 
   def test_vmapped_seeds_are_single_runs(self):
     """Seeds as an axis train as each would alone, to float32 rounding."""
