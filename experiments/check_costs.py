@@ -44,6 +44,7 @@ class Settings:
 
 def parse() -> Settings:
   config = flags.FLAGS.config
+  settings.check_fields(config, ('name', *SIZES))
   for name in SIZES:
     checks.positive(f'--config.{name}', config[name])
   workdir = settings.workdir_from(flags.FLAGS.workdir, config.name)

@@ -82,6 +82,7 @@ class Settings:
 
 def parse() -> Settings:
   config = flags.FLAGS.config
+  settings.check_fields(config, ('name', *OVERRIDES))
   params, model = (OVERRIDES[x].value for x in ('params', 'model'))
   if params is not None and model is not None:
     raise ValueError(
@@ -130,7 +131,7 @@ def parse_size(name: str, text: str, thousand: int) -> float:
     r'(\d+(?:\.\d+)?(?:e\d\d?)?)([kmbgt]?)', str(text).strip().lower()
   )
   number = float(match[1]) * thousand ** UNITS[match[2]] if match else 0
-  if number <= 0:
+  if not 0 < number < math.inf:
     example = '32k or 32768' if thousand == 1024 else '1.3B or 350M'
     raise ValueError(
       f'--{name}={text} must be a positive number, such as {example}'

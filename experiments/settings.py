@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+from collections.abc import Iterable
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -120,3 +121,12 @@ def _build(
     return kind(**config.to_dict(), **(more or {}))
   except (TypeError, ValueError) as error:
     raise ValueError(f'--config.{section}: {error}') from error
+
+
+def check_fields(config: ConfigDict, names: Iterable[str]) -> None:
+  """Raises a ValueError unless a config has the fields of an experiment."""
+  for name in names:
+    if name not in config:
+      raise ValueError(
+        f'--config has no {name!r}; give a config file of this experiment'
+      )

@@ -307,12 +307,13 @@ def _memory_failure(left: Sequence[Costed]) -> str:
     )
   fits = fitting_batch(dataclasses.replace(least, demand=_unbound(demand)))
   tokens = int((limit - weights) // (least.cache_bytes / demand.seq_len))
-  batch = f'batch={fits} or ' if fits else ''
+  held = [f'batch={fits}'] * (fits > 0) + [f'seq_len={tokens}'] * (tokens > 0)
+  take = f'{" or ".join(held)} fits, or take' if held else 'take'
   return (
     f'memory: weights {gigabytes(weights)} and a cache of at least '
     f'{gigabytes(least.cache_bytes)} ({least.candidate.words}) of {where}: '
-    f'{gigabytes(memory - limit)} too many; {batch}seq_len={tokens} fits, or '
-    'take more devices or a smaller kv_dtype'
+    f'{gigabytes(memory - limit)} too many; {take} '
+    'more devices or a smaller kv_dtype'
   )
 
 

@@ -11,9 +11,9 @@ is less; for the CPU the numbers are what JAX reached.
 import dataclasses
 import difflib
 import json
-import math
 import os
 import pathlib
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +25,8 @@ from mha_jax.attention import checks
 
 LEAST = {'flops': 1e9, 'bandwidth': 1e8, 'memory': 1e6}
 """Less than this is no machine but another unit."""
+MOST = {'flops': 1e20, 'bandwidth': 1e18, 'memory': 1e18}
+"""And more none either."""
 UNITS = {'flops': 'FLOP/s', 'bandwidth': 'bytes/s', 'memory': 'bytes'}
 
 
@@ -41,7 +43,8 @@ class Hardware:
     lanes: features that a head should have a multiple of, or is padded to.
 
   Raises:
-    ValueError: a number is not finite, or so small that its unit is another.
+    ValueError: a number is so small or large that its unit is another, or a
+      text cannot be shown.
   """
 
   name: str
@@ -52,13 +55,20 @@ class Hardware:
   lanes: int = 64
 
   def __post_init__(self) -> None:
+    if not re.fullmatch(r'[\w .+()/-]{1,60}', self.name):
+      raise ValueError(
+        f'name={self.name!a} of hardware must be 1 to 60 letters, digits, '
+        'spaces or . + - / ( )'
+      )
+    if not self.source.isprintable():
+      raise ValueError(f'source={self.source!a} must be printable')
     for name, least in LEAST.items():
       value = getattr(self, name)
       number = isinstance(value, int | float)
-      if not (number and least <= value < math.inf):
+      if not (number and least <= value <= MOST[name]):
         raise ValueError(
           f'{name}={value!r} of hardware {self.name!r} must be a number of '
-          f'{UNITS[name]}, at least {least:g}'
+          f'{UNITS[name]}, at least {least:g} and at most {MOST[name]:g}'
         )
     checks.positive('lanes', self.lanes)
 
@@ -137,7 +147,7 @@ def from_json(path: str | os.PathLike[str]) -> Hardware:
     raise ValueError(
       f'{path} cannot be read: {error.strerror}; give the path of a JSON file'
     ) from error
-  except ValueError as error:  # neither JSON nor text
+  except (ValueError, RecursionError) as error:  # neither JSON nor text
     raise ValueError(f'{path} is not JSON: {error}') from error
   if not isinstance(values, dict):
     raise ValueError(

@@ -357,6 +357,13 @@ class ChoiceTest(parameterized.TestCase):
       choose(dataclasses.replace(SMALL, **changes))
     self.assertNotIn('\n', str(caught.exception))
 
+  def test_what_does_not_fit_is_not_said(self):
+    """Of six billion parameters' devices not even a token of so many."""
+    demand = Demand(6e9, 1000, HARDWARE['v5e'], 16, 10**6, vocab_size=256)
+    demand = dataclasses.replace(demand, kv_dtype='fp32')
+    with self.assertRaisesRegex(ValueError, r'; batch=\d+ fits, or take more'):
+      choose(demand)
+
   def test_what_is_said_to_fit_fits(self):
     """The batch that the error names is the largest possible."""
     demand = dataclasses.replace(SMALL, params=8e9, batch=20_000)

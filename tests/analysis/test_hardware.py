@@ -116,6 +116,19 @@ class FileTest(parameterized.TestCase):
     (json.dumps(OWN | {'flops': '1T'}), "my.json: flops='1T' of .*FLOP/s"),
     (json.dumps(OWN | {'memory': 94}), 'my.json: memory=94 of .*bytes'),
     (json.dumps(OWN | {'flops': float('nan')}), 'flops=nan'),
+    (json.dumps(OWN | {'memory': 10**400}), 'memory=1000.* at most 1e'),
+    (
+      json.dumps(OWN | {'name': '$x_{$'}),
+      'of hardware must be 1 to 60 letters',
+    ),
+    (json.dumps(OWN | {'name': '[/x]'}), 'of hardware must be 1 to 60 letters'),
+    (json.dumps(OWN | {'name': ''}), "name='' of hardware must be"),
+    (json.dumps(OWN | {'name': chr(0xD800)}), 'of hardware must be 1 to 60'),
+    (
+      json.dumps(OWN | {'source': 'a' + chr(10)}),
+      'source=.* must be printable',
+    ),
+    ('[' * 100_000, 'my.json is not JSON'),
   )
   def test_bad_files(self, text, message):
     """One line each, with the file's name."""

@@ -39,6 +39,12 @@ class CheckCostsTest(parameterized.TestCase):
     read = 4 * (weights + 2 * tokens * d)
     self.assertAlmostEqual(float(rows[0]['predicted']) / (read / 1e9), 1)
 
+  def test_config_of_another(self):
+    config = '--config=configs/configure_heads.py'
+    result = scripts.call(check_costs, config, f'--workdir={self.workdir}')
+    self.assertEqual(result.code, 2, result)
+    self.assertIn("--config has no 'd_model'; give a config", result.err)
+
   def test_errors(self):
     result = scripts.call(check_costs, TINY, '--config.length=0')
     self.assertEqual(result.code, 2, result)

@@ -188,6 +188,7 @@ class ConfigureHeadsTest(parameterized.TestCase):
     (['--params='], '--params= must be a positive number'),
     (['--params=1e99'], 'params=1e+99 must lie in'),
     (['--seq_len=abc'], '--seq_len=abc must be a positive number, such as 32k'),
+    (['--seq_len=' + '9' * 400], 'must be a positive number, such as 32k'),
     (['--seq_len=9G'], 'seq_len=9663676416 must be a positive integer'),
     (['--hardware=h1000'], "hardware='h1000' is unknown; nearest: h100"),
     (['--hardware=no.json'], 'no.json cannot be read'),
@@ -214,6 +215,12 @@ class ConfigureHeadsTest(parameterized.TestCase):
     self.assertIn(message, result.err)
     self.assertEqual(result.err.count('\n'), 1)
     self.assertStartsWith(result.err, 'error: ')
+    self.assertFalse(self.workdir.exists())
+
+  def test_config_of_another(self):
+    result = self.call(config='--config=configs/check_costs.py')
+    self.assertEqual(result.code, 2, result)
+    self.assertIn("--config has no 'params'; give a config", result.err)
     self.assertFalse(self.workdir.exists())
 
   def test_unknown_variant(self):
