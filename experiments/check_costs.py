@@ -25,7 +25,7 @@ from rich.table import Table
 
 from experiments import command_line, settings, timing
 from experiments.suites.case import Run
-from mha_jax.analysis import costs, hardware, roofline
+from mha_jax.analysis import hardware, model_shape, roofline
 from mha_jax.attention import checks
 from mha_jax.decoder import DecoderConfig, DecoderLM
 from mha_jax.training import record
@@ -54,8 +54,20 @@ def parse() -> Settings:
 
 
 def models_of(config: ConfigDict) -> dict[str, DecoderConfig]:
-  """The decoders by name: MHA, GQA with a quarter of the heads, and MLA."""
-  h, k = config.num_heads, config.d_model // config.num_heads
+  """The decoders by name: MHA, GQA, and MLA.
+
+  GQA has a quarter of the heads with keys and values, or the next divisor
+  below; MLA half of a head's features that rotate, or the next even number.
+  """
+  h = config.num_heads
+  checks.divides('--config.num_heads', h, '--config.d_model', config.d_model)
+  k = config.d_model // h
+  if k % 2:
+    raise ValueError(
+      f'--config.d_model={config.d_model} over --config.num_heads={h} gives '
+      f'heads of {k} features; RoPE needs an even number'
+    )
+  n = next(x for x in range(max(1, h // 4), 0, -1) if h % x == 0)
   make = functools.partial(
     DecoderConfig,
     vocab_size=1024,
@@ -68,12 +80,12 @@ def models_of(config: ConfigDict) -> dict[str, DecoderConfig]:
   )
   return {
     'MHA': make(),
-    'GQA': make(attention='gqa', num_kv_heads=max(1, h // 4)),
+    'GQA': make(attention='gqa', num_kv_heads=n),
     'MLA': make(
       attention='mla',
       kv_lora_rank=4 * k,
       qk_nope_head_dim=k,
-      qk_rope_head_dim=k // 2,
+      qk_rope_head_dim=max(2, k // 4 * 2),
     ),
   }
 
@@ -88,7 +100,7 @@ def main(chosen: Settings) -> int:
   assert seconds is not None  # nothing asks it to stop
   rows: list[dict[str, Any]] = []
   for name, model in chosen.models.items():
-    shape = costs.decoder_shape(model)
+    shape = model_shape.decoder_shape(model)
     step = roofline.decode_step(shape, place, length + 1, batch)
     measured = statistics.median(seconds[name])
     row = {'model': name, 'predicted': step.seconds, 'measured': measured}

@@ -31,18 +31,17 @@ from rich.table import Table
 from experiments import command_line, model_costs, settings
 from experiments.figures import configurator
 from mha_jax.analysis import advice, costs
-from mha_jax.analysis.candidates import OBJECTIVES, Demand, as_python
+from mha_jax.analysis.candidates import as_python
+from mha_jax.analysis.comparison import closest, differences, explain
 from mha_jax.analysis.configurator import (
-  QUALITY_SOURCE,
   Choice,
   axes,
   choose,
-  closest,
-  fitting_batch,
-  quality,
 )
-from mha_jax.analysis.hardware import hardware
-from mha_jax.analysis.published import Published, published
+from mha_jax.analysis.demand import OBJECTIVES, Demand
+from mha_jax.analysis.hardware import HARDWARE, hardware
+from mha_jax.analysis.published import PUBLISHED, Published, published
+from mha_jax.analysis.quality import QUALITY_SOURCE, quality
 from mha_jax.analysis.roofline import SPLITS
 from mha_jax.analysis.rules import Costed
 from mha_jax.training import record
@@ -52,17 +51,32 @@ OVERRIDES: dict[str, Any] = {
   for x in (
     flags.DEFINE_string('params', None, 'parameters, such as 1.3B or 350M'),
     flags.DEFINE_string('seq_len', None, 'tokens, such as 32k or 32768'),
-    flags.DEFINE_string('hardware', None, 'h100, ..., cpu or my.json'),
+    flags.DEFINE_string(
+      'hardware',
+      None,
+      f'{", ".join(HARDWARE)}, cpu (measured), or my.json: an object with '
+      'name, flops (FLOP/s), bandwidth (bytes/s), memory (bytes) of a device',
+    ),
     flags.DEFINE_integer('devices', None, 'ways of tensor parallelism'),
     flags.DEFINE_integer('batch', None, 'sequences decoded at once'),
     flags.DEFINE_float('latency_ms', None, 'bound on a decode step'),
-    flags.DEFINE_enum('param_dtype', None, [*costs.BYTES], 'of the weights'),
-    flags.DEFINE_enum('kv_dtype', None, [*costs.BYTES], 'of the cache'),
+    flags.DEFINE_enum(
+      'param_dtype', None, [*costs.BYTES], 'of the weights; bf16, on cpu fp32'
+    ),
+    flags.DEFINE_enum(
+      'kv_dtype', None, [*costs.BYTES], 'of the cache; bf16, on cpu fp32'
+    ),
     flags.DEFINE_enum('split', None, SPLITS, 'of the cache over devices'),
-    flags.DEFINE_enum('objective', None, OBJECTIVES, 'what to prefer'),
-    flags.DEFINE_integer('vocab_size', None, 'tokens that there are'),
+    flags.DEFINE_enum(
+      'objective', None, OBJECTIVES, 'to prefer, among usual proportions'
+    ),
+    flags.DEFINE_integer(
+      'vocab_size', None, 'of the tokeniser; its table counts as parameters'
+    ),
     flags.DEFINE_integer('head_dim', None, 'ask for one, such as 256'),
-    flags.DEFINE_string('model', None, 'print what a published model costs'),
+    flags.DEFINE_string(
+      'model', None, f'print what one costs: {", ".join(PUBLISHED)}'
+    ),
   )
 }
 JSON = flags.DEFINE_bool('json', False, 'print JSON alone')
@@ -83,32 +97,41 @@ class Settings:
 def parse() -> Settings:
   config = flags.FLAGS.config
   settings.check_fields(config, ('name', *OVERRIDES))
-  params, model = (OVERRIDES[x].value for x in ('params', 'model'))
-  if params is not None and model is not None:
-    raise ValueError(
-      f'--params={params} and --model={model}: give one of the two, since a '
-      'model has its own parameters'
-    )
   for name, holder in OVERRIDES.items():
     if holder.value is not None:
       config[name] = holder.value
   workdir = settings.workdir_from(flags.FLAGS.workdir, config.name)
+  if config.model is not None:
+    _check_given(config.model)
   demand = _demand(config)
-  answer = published(config.model) if config.model else choose(demand)
+  answer = choose(demand) if config.model is None else published(config.model)
   return Settings(demand, answer, workdir)
+
+
+def _check_given(model: str) -> None:
+  """Raises a ValueError for flags that a model's costs do not depend on."""
+  for name in model_costs.OWN:
+    for flag in (name, f'config.{name}'):
+      if flag in flags.FLAGS and flags.FLAGS[flag].present:
+        raise ValueError(
+          f'--{flag} and --model={model}: give one of the two, since a model '
+          'has its own shape'
+        )
 
 
 def _demand(config: ConfigDict) -> Demand:
   """The demand that a config describes."""
+  machine = hardware(config.hardware)
+  usual = 'fp32' if machine.name == 'cpu' else 'bf16'  # as it was measured
   return Demand(
     params=parse_size('params', config.params, 1000),
     seq_len=round(parse_size('seq_len', config.seq_len, 1024)),
-    hardware=hardware(config.hardware),
+    hardware=machine,
     devices=config.devices,
     batch=config.batch,
     latency_ms=config.latency_ms,
-    param_dtype=config.param_dtype,
-    kv_dtype=config.kv_dtype,
+    param_dtype=config.param_dtype or usual,
+    kv_dtype=config.kv_dtype or usual,
     split=config.split,
     objective=config.objective,
     vocab_size=config.vocab_size,
@@ -157,6 +180,7 @@ def main(chosen: Settings) -> int:
     print(f'recorded in {chosen.workdir}, figure {chosen.workdir / FIGURE}')
   else:
     Console(width=80).print(model_costs.table(answer, demand, result))
+    _bullets('What this does not know', [advice.TIMES])
     print(f'recorded in {chosen.workdir}')
   return 0
 
@@ -167,13 +191,13 @@ def as_dict(choice: Choice) -> dict[str, Any]:
   demand = dataclasses.asdict(best.demand)
   models = []
   for model in choice.closest:
-    factors = advice.differences(best, model)
+    factors = differences(best, model)
     models.append(
       {
         'name': model.name,
         'cache_ratio': math.prod(factors.values()),
         'factors': factors,
-        'words': advice.explain(best, model),
+        'words': explain(best, model),
       }
     )
   return {
@@ -208,7 +232,7 @@ def _row(choice: Choice, costed: Costed) -> dict[str, Any]:
     'step_parts': costed.step.parts,
     'bound': costed.step.bound,
     'tokens_per_second': costed.step.tokens_per_second,
-    'max_batch': fitting_batch(costed),
+    'max_batch': costed.fitting_batch,
     'quality_points_lost': -quality(x.attention),
     'on_front': axes(costed) in [axes(y) for y in choice.front],
     'recommended': costed == choice.best,
@@ -229,11 +253,11 @@ def report(choice: Choice) -> None:
   console.print(_strategies(choice))
   _bullets(
     'Closest published models',
-    [advice.explain(choice.best, model) for model in choice.closest],
+    [explain(choice.best, model) for model in choice.closest],
   )
   for name, lines in advice.remedies(choice).items():
     if lines:
-      _bullets(f'When {name} is short', lines[:SHOWN])
+      _bullets(f'When {name} is short, all else kept', lines[:SHOWN])
   _bullets('Rules', advice.rules_in_words(choice))
   _bullets('What this does not know', list(advice.UNKNOWN))
   print('\nTo paste:\n')
@@ -276,7 +300,8 @@ def _strategies(choice: Choice) -> Table:
     title='\nStrategies of this width and depth',
     box=box.SIMPLE_HEAD,
     caption=(
-      '<: recommended; *: on the Pareto front of cache, step and points. '
+      "<: recommended; *: on the Pareto front of a device's cache, step and "
+      'points. '
       f'Points lost: {QUALITY_SOURCE}.'
     ),
     caption_justify='left',

@@ -36,7 +36,6 @@ from experiments.points import (
   Point,
   Row,
   equal_params,
-  seeds_from,
   train_points,
 )
 from mha_jax.attention import checks
@@ -94,7 +93,7 @@ def points_of(
   experiments = [_experiment(config, changes) for _, _, changes in models]
   if EQUAL_PARAMS.value:
     experiments = equal_params(experiments)
-  seeds = seeds_from('--seeds', experiments[0].train.seed, SEEDS.value)
+  seeds = settings.seeds_from('--seeds', experiments[0].train.seed, SEEDS.value)
   points = []
   for x, (name, p, changes) in zip(experiments, models, strict=True):
     cache = x.model.attention_config.cache_elements * x.model.num_layers
@@ -227,7 +226,8 @@ def _table(lines: Sequence[dict[str, Any]]) -> Table:
   title = f'RoPE, p = {p}' if p else 'learned positions, p = 0'
   caption = (
     'cached elements a token; bits per token and perplexity (ppl) on '
-    'validation batches: medians, and the range over seeds'
+    'validation batches: medians, and the range over seeds; minus MHA: '
+    'differences seed by seed'
   )
   table = Table(
     title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption

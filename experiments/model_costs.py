@@ -7,9 +7,12 @@ from rich import box
 from rich.table import Table
 
 from mha_jax.analysis import costs, roofline
-from mha_jax.analysis.candidates import Demand
-from mha_jax.analysis.costs import Layer, ModelShape
+from mha_jax.analysis.demand import Demand
+from mha_jax.analysis.model_shape import Layer, ModelShape
 from mha_jax.analysis.published import Published
+
+OWN = ('params', 'vocab_size', 'head_dim', 'objective')
+"""Of a demand what a model has or does not ask for."""
 
 
 def costs_of(model: Published, demand: Demand) -> dict[str, Any]:
@@ -25,7 +28,11 @@ def costs_of(model: Published, demand: Demand) -> dict[str, Any]:
     'model': model.name,
     'source': model.source,
     'context': model.context,
-    'demand': dataclasses.asdict(demand),
+    'demand': {
+      name: x
+      for name, x in dataclasses.asdict(demand).items()
+      if name not in OWN
+    },
     'params': dataclasses.asdict(params) | {'total': params.total},
     'layers': [
       _layer(x, count, demand, shape.causal) for x, count in shape.groups
@@ -117,7 +124,7 @@ def _parameters(
   params = result['params']
   rows = [
     ('parameters', f'{params["total"]:,}, {params["active"]:,} active'),
-    ('of them', ', '.join(f'{x} {params[x]:,}' for x in ('attention', 'mlp'))),
+    *[(f'  {x}', f'{params[x]:,}') for x in ('attention', 'mlp', 'embeddings')],
   ]
   if demand.seq_len > model.context:
     beyond = f'{demand.seq_len:,} tokens are beyond its {model.context:,}'
@@ -169,20 +176,32 @@ def _costs(demand: Demand, result: dict[str, Any]) -> list[tuple[str, str]]:
     per_token = sum(
       x['count'] * x['cache_bytes_per_token'] for x in result['layers']
     )
+    windows = any(x['window'] for x in result['layers'])
+    within = ' while it is within all windows' if windows else ''
     parts = result['step_parts'].items()
+    time, bound = result['step_seconds'] * 1e3, demand.latency_ms
+    if bound is not None:
+      met = 'yes' if time <= bound else f'no: {time - bound:.3g} ms too many'
+      rows.append(('within latency_ms', met))
     moved = (gigabytes(result[f'step_{x}_bytes']) for x in ('weight', 'cache'))
     rows += [
-      ('cache a token', f'{per_token / 1024:,.4g} KiB within all windows'),
+      ('cache a token', f'{per_token / 1024:,.4g} KiB{within}'),
       ('cache a sequence', gigabytes(result['cache_bytes_per_sequence'])),
       ('cache a device', gigabytes(result['cache_bytes_per_device'])),
       ('decoding', f'{result["decode_flops_per_token"]:.3g} FLOP a token'),
-      ('decode step', f'{result["step_seconds"] * 1e3:.3g} ms'),
+      ('decode step', f'{time:.3g} ms'),
       ('it reads', '{} of weights, {} of cache a device'.format(*moved)),
       ('its parts', ', '.join(f'{x} {s * 1e3:.3g} ms' for x, s in parts)),
-      ('computing binds', f'from {result["ridge"]:.0f} FLOP a byte on'),
+      (
+        'hardware',
+        f'{result["ridge"]:.0f} FLOP a byte; fewer wait for memory',
+      ),
       ('tokens a second', f'{result["tokens_per_second"]:,.0f}'),
       ('most sequences', f'{result["max_batch"]:,}'),
-      ('most tokens', 'any' if context is None else f'{context:,}'),
+      (
+        'most tokens',
+        f'{"any" if context is None else f"{context:,}"}, each of the batch',
+      ),
     ]
   else:
     rows.append(('an encoder', 'no cache, no decoding'))

@@ -78,15 +78,6 @@ class Point:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def seeds_from(flag: str, first: int, count: int) -> tuple[int, ...]:
-  """count seeds from the first on; a ValueError where they pass 2^32."""
-  if first + count > 2**32:
-    raise ValueError(
-      f'{flag}={count} from --config.train.seed={first} on must stay below 2^32'
-    )
-  return tuple(range(first, first + count))
-
-
 def train_points(
   points: Sequence[Point], workdir: pathlib.Path
 ) -> tuple[list[Row], signal.Signals | None]:

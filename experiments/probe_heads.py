@@ -37,6 +37,8 @@ EXAMPLES = flags.DEFINE_integer(
   'examples', 4, 'examples on the page', lower_bound=1, upper_bound=64
 )
 
+WIDTH = 110
+"""Of a table that goes into a file or a pipe."""
 ON_REPEATS = ('duplicate_token', 'prefix_matching')
 CAUTION = (
   'A map that looks like a rule proves nothing about cause: hold every name '
@@ -166,7 +168,10 @@ def report(
   maps = probing.attention_maps(config, model.params, inputs)
   layers, pairs = divergences(model, trained.batch(model, 0, chosen.batch_size))
   setting = trained.described(model)
-  Console().print(_table(rows, setting))
+  console = Console()
+  if not console.is_terminal:
+    console = Console(width=WIDTH)
+  console.print(_table(rows, setting))
   for name in sorted({row['name'] for row in rows} - {''}):
     print(effect(name, rows, model, chosen.batch_size))
   print(CAUTION)
@@ -197,7 +202,9 @@ def _table(rows: list[dict[str, Any]], setting: str) -> Table:
     'ablation_mean': 'mean',
   }
   caption = (
-    'scores of mha_jax.analysis.probing; bits: entropy; dist: in tokens; zero '
+    'scores of mha_jax.analysis.probing: previous-token, duplicate-token, '
+    'prefix-matching, copying, attention to the first token and to '
+    'separators; bits: entropy; dist: in tokens; zero '
     'and mean: nats that the loss gains when these replace the head'
   )
   table = Table(

@@ -33,6 +33,15 @@ def check_sections(config: ConfigDict) -> None:
     )
 
 
+def check_fields(config: ConfigDict, names: Iterable[str]) -> None:
+  """Raises a ValueError unless a config has the fields of an experiment."""
+  for name in names:
+    if name not in config:
+      raise ValueError(
+        f'--config has no {name!r}; give a config file of this experiment'
+      )
+
+
 def experiment_from(config: ConfigDict) -> Experiment:
   """The experiment that a config describes.
 
@@ -98,15 +107,26 @@ def recorded_experiment(workdir: pathlib.Path) -> Experiment:
   return experiment
 
 
+def seeds_from(flag: str, first: int, count: int) -> tuple[int, ...]:
+  """count seeds from the first on; a ValueError where they pass 2^32."""
+  if first + count > 2**32:
+    raise ValueError(
+      f'{flag}={count} from --config.train.seed={first} on must stay below 2^32'
+    )
+  return tuple(range(first, first + count))
+
+
 def workdir_from(flag: str | None, name: str) -> pathlib.Path:
   """The run's folder: the flag, or runs/<name>.
 
   Raises:
-    ValueError: the path is a file, or lies below one.
+    ValueError: the path is empty or a file, or lies below one.
   """
+  if flag == '':
+    raise ValueError('--workdir= is empty; name a folder')
   workdir = pathlib.Path(flag or pathlib.Path('runs') / name)
   for path in (workdir, *workdir.parents):
-    if path.is_file():
+    if path.exists() and not path.is_dir():
       raise ValueError(f'--workdir={workdir}: {path} is a file; name a folder')
   return workdir
 
@@ -121,12 +141,3 @@ def _build(
     return kind(**config.to_dict(), **(more or {}))
   except (TypeError, ValueError) as error:
     raise ValueError(f'--config.{section}: {error}') from error
-
-
-def check_fields(config: ConfigDict, names: Iterable[str]) -> None:
-  """Raises a ValueError unless a config has the fields of an experiment."""
-  for name in names:
-    if name not in config:
-      raise ValueError(
-        f'--config has no {name!r}; give a config file of this experiment'
-      )

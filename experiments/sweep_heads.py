@@ -35,7 +35,6 @@ from experiments.points import (
   Point,
   Row,
   equal_params,
-  seeds_from,
   train_points,
 )
 from mha_jax.attention import checks
@@ -109,7 +108,7 @@ def make_sweep(
   experiments = [_experiment(config, h) for h in sorted(set(heads))]
   if equal:
     experiments = equal_params(experiments)
-  seeds = seeds_from('--seeds', experiments[0].train.seed, SEEDS.value)
+  seeds = settings.seeds_from('--seeds', experiments[0].train.seed, SEEDS.value)
   points = []
   for x in experiments:
     h, size = x.model.num_heads, x.model.attention_config.qk_head_dim

@@ -12,7 +12,7 @@ import jax
 from absl import flags
 from ml_collections import ConfigDict
 
-from experiments import points, settings
+from experiments import settings
 from mha_jax.tasks import Batch
 from mha_jax.training import run, train
 from mha_jax.training.checkpoints import Checkpoints
@@ -119,7 +119,7 @@ def experiments(config: ConfigDict, count: int) -> list[train.Experiment]:
     ValueError: a value of the config does not fit.
   """
   first = settings.experiment_from(config)
-  seeds = points.seeds_from('--models', first.train.seed, count)
+  seeds = settings.seeds_from('--models', first.train.seed, count)
   return [
     dataclasses.replace(
       first, train=dataclasses.replace(first.train, seed=seed)

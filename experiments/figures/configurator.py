@@ -9,10 +9,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.figures.style import STYLE
-from mha_jax.analysis.candidates import Demand
-from mha_jax.analysis.configurator import MQA_LOSS, Choice, quality
-from mha_jax.analysis.costs import ModelShape, cache_bytes, counted
+from mha_jax.analysis.configurator import Choice
+from mha_jax.analysis.costs import cache_bytes, counted
+from mha_jax.analysis.demand import Demand
+from mha_jax.analysis.model_shape import ModelShape
 from mha_jax.analysis.published import Published
+from mha_jax.analysis.quality import MQA_LOSS, quality
 from mha_jax.analysis.roofline import decode_step
 from mha_jax.analysis.rules import Costed
 

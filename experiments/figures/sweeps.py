@@ -33,7 +33,7 @@ def sweep_heads(
     figure = Figure(figsize=(10, 4.4), layout='constrained')
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     _loss_curves(left, rows, threshold)
-    _steps_to_threshold(right, rows, summaries, threshold)
+    _steps_to_threshold(right, summaries, threshold)
     seeds = len(rows[0]['seeds'])
     figure.suptitle(
       f'{title}, {seeds} seed{"s" * (seeds > 1)}: median and range', fontsize=11
@@ -112,7 +112,14 @@ def _study_panel(
   legend_above(upper, title=title, fontsize=9, ncols=1 + short)
 
 
-def _median_and_range(axes: Axes, curve: Curve, name: str, color: str) -> None:
+def _median_and_range(
+  axes: Axes,
+  curve: Curve,
+  name: str,
+  color: str,
+  never_color: str | None = None,
+  never_label: str | None = None,
+) -> None:
   """Medians with ranges; a triangle at the budget where a seed never ends.
 
   A median that is infinite is not drawn.
@@ -135,13 +142,15 @@ def _median_and_range(axes: Axes, curve: Curve, name: str, color: str) -> None:
     color=color,
     label=curve.label,
   )
-  axes.plot(
-    heads[never],
-    np.full(never.sum(), budget),
-    ls='none',
-    marker='^',
-    color=color,
-  )
+  if never.any():
+    axes.plot(
+      heads[never],
+      np.full(never.sum(), budget),
+      ls='none',
+      marker='^',
+      color=never_color or color,
+      label=never_label,
+    )
 
 
 def _loss_curves(
@@ -173,38 +182,14 @@ def _loss_curves(
 
 
 def _steps_to_threshold(
-  axes: Axes,
-  rows: Sequence[dict[str, Any]],
-  summaries: Sequence[dict[str, Any]],
-  threshold: float,
+  axes: Axes, summaries: Sequence[dict[str, Any]], threshold: float
 ) -> None:
   """Medians with ranges; a triangle where a seed never gets there."""
-  budget = len(rows[0]['loss'][0])
-  heads = np.asarray([s['n_heads'] for s in summaries])
-  median, low, high = (
-    np.asarray([s[f'steps_to_threshold_{part}'] for s in summaries])
-    for part in ('median', 'min', 'max')
-  )
-  known = np.isfinite(median)
-  top = np.minimum(high, budget)
-  axes.errorbar(
-    heads[known],
-    median[known],
-    yerr=(median[known] - low[known], top[known] - median[known]),
-    marker='o',
-    capsize=4,
-  )
-  never = np.isinf(high)
-  if never.any():
-    axes.plot(
-      heads[never],
-      np.full(never.sum(), budget),
-      ls='none',
-      marker='^',
-      ms=9,
-      color='C3',
-      label=f'not every seed within {budget} steps',
-    )
+  heads = [s['n_heads'] for s in summaries]
+  curve = Curve('', 'median and range', summaries)
+  never = f'not every seed within {summaries[0]["steps"]} steps'
+  _median_and_range(axes, curve, 'steps_to_threshold', 'C0', 'C3', never)
+  if np.isinf([s['steps_to_threshold_max'] for s in summaries]).any():
     legend_above(axes)
   axes.set_xscale('log', base=2)
   axes.set_xticks(heads, [str(h) for h in heads])

@@ -1,50 +1,37 @@
 """A recommendation in words: why, what else, and what is not known."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 
-from mha_jax.analysis.candidates import Demand, kv_heads
 from mha_jax.analysis.configurator import (
-  GQA_LOSS,
   LOSSES,
   POINT,
   STRAY,
   Choice,
   body,
-  fitting_batch,
-  quality,
 )
-from mha_jax.analysis.costs import (
-  cache_elements,
-  counted,
-  gigabytes,
-  num_params,
-)
-from mha_jax.analysis.published import Published
-from mha_jax.analysis.roofline import (
-  decode_step,
-  device_cache_bytes,
-  weight_bytes,
-)
+from mha_jax.analysis.costs import gigabytes
+from mha_jax.analysis.demand import Demand
+from mha_jax.analysis.quality import GQA_LOSS, quality
+from mha_jax.analysis.roofline import decode_step
 from mha_jax.analysis.rules import RULES, Costed
 
+TIMES = (
+  'Step times are what reading and computing take at least: communication '
+  'between devices, norms, softmax and launches are not counted. Weights and '
+  'caches of 8 bits or fewer are computed with at the rate of bf16.'
+)
 UNKNOWN = (
   'Quality is not predicted by formula: the proxy orders, it does not measure; '
   'data, training and tuning decide more. Of 7B models trained from scratch 8 '
   "key/value heads lost 4.0 and one 7.3 of multi-head's 45.2 points of MMLU "
-  '(DeepSeek-V2 2024, table 8), far more than the proxy has. Train two small '
-  'models before you spend money.',
-  'Step times are what reading and computing take at least: communication '
-  'between devices, norms, softmax and launches are not counted. Weights and '
-  'caches of 8 bits or fewer are computed with at the rate of bf16.',
+  '(DeepSeek-V2 2024, table 8), far more than the proxy has. It does not see '
+  'head_dim: as many key/value heads of half the features have half the cache '
+  'and lose nothing by it. Train two small models before you spend money.',
+  TIMES,
   'Windows, experts, tied keys and values and sparse attention are not among '
   'the candidates.',
 )
-ALIKE = 1.25
-"""Factors of the cache below this need no reason."""
-SAME_SIZE = 1.5
-"""Up to this factor of parameters another depth is a choice of proportions."""
 LESS = 0.97
 """A remedy saves more than the 3 % that candidates' parameters differ by."""
 
@@ -104,111 +91,8 @@ def rules_in_words(choice: Choice) -> list[str]:
   ]
 
 
-def differences(costed: Costed, model: Published) -> dict[str, float]:
-  """Factors whose product is a model's cache a token over the candidate's.
-
-  At the demand's length, of which layers with a window keep a part.
-
-  Returns:
-    By name: 'layers', 'key/value heads', 'head_dim', 'windows'; where one of
-    both has a latent, 'elements a layer' for the two in the middle.
-  """
-  candidate, shape = costed.candidate, model.shape
-  length = costed.demand.seq_len
-  ours, theirs = candidate.attention, shape.layers[0].attention
-  each = theirs.cache_elements / ours.cache_elements
-  factors = {'layers': len(shape.layers) / candidate.num_layers}
-  n, m = kv_heads(theirs), kv_heads(ours)
-  if n is None or m is None:
-    factors['elements a layer'] = each
-  else:
-    factors['key/value heads'] = n / m
-    factors['head_dim'] = each * m / n
-  whole = len(shape.layers) * theirs.cache_elements * length
-  factors['windows'] = cache_elements(shape, length) / whole
-  return factors
-
-
-def explain(costed: Costed, model: Published) -> str:
-  """How a published model's cache differs from the candidate's, and why."""
-  candidate, demand = costed.candidate, costed.demand
-  factors = differences(costed, model)
-  ratio = math.prod(factors.values())
-  attention = model.shape.layers[0].attention
-  theirs = {
-    'layers': f'{len(model.shape.layers)} layers for {candidate.num_layers}',
-    'key/value heads': (
-      f'{attention.entry_shapes[0][0]} key/value heads for '
-      f'{candidate.num_kv_heads}'
-    ),
-    'head_dim': f'head_dim {attention.qk_head_dim} for {candidate.head_dim}',
-    'elements a layer': (
-      f'{attention.cache_elements} elements a layer for '
-      f'{candidate.attention.cache_elements}'
-    ),
-    'windows': 'windows, beyond which layers keep nothing',
-  }
-  parts = [
-    f'{theirs[name]} (x {x:.3g})'
-    for name, x in factors.items()
-    if abs(math.log(x)) > 0.01
-  ]
-  params = num_params(model.shape).total
-  other_size = not 1 / SAME_SIZE <= params / costed.params <= SAME_SIZE
-  why = [
-    'Another size.'
-    if name == 'layers' and other_size
-    else _why(name, x, costed, model)
-    for name, x in factors.items()
-    if not 1 / ALIKE <= x <= ALIKE
-  ]
-  place, length, batch = demand.place, demand.seq_len, demand.batch
-  step = decode_step(model.shape, place, length, batch)
-  cache = device_cache_bytes(model.shape, place, length, batch)
-  room = demand.usable_memory - weight_bytes(model.shape, place)
-  left = f'{gigabytes(room)} are left' if room > 0 else 'nothing is left'
-  fits = '' if cache <= room else f' (does not fit: {left})'
-  head = (
-    f'{model.name} ({counted(params)}) keeps {ratio:.3g} times as much a token'
-  )
-  return ' '.join(
-    [
-      f'{head}: {", ".join(parts)}.' if parts else f'{head}.',
-      *why,
-      f'Under this demand its cache takes {gigabytes(cache)} a device{fits}, '
-      f'its step {step.seconds * 1e3:.3g} ms.',
-    ]
-  )
-
-
-def _why(name: str, factor: float, costed: Costed, model: Published) -> str:
-  """What makers may have weighed otherwise."""
-  if name == 'key/value heads':
-    theirs = quality(model.shape.layers[0].attention)
-    points = theirs - quality(costed.candidate.attention)
-    more = 'More' if factor > 1 else 'Fewer'
-    if points * (factor - 1) <= 0:
-      return f'{more} key/value heads, of another number of heads.'
-    return (
-      f'More key/value heads: {points:.2g} points of the proxy, which the '
-      'recommendation gives for the cache.'
-      if factor > 1
-      else f'Fewer key/value heads: {-points:.2g} points of the proxy for less '
-      'cache; this demand has room for more.'
-    )
-  return {
-    'layers': 'Another depth, which at equal parameters hardly matters.',
-    'head_dim': 'Another head_dim: 64 up to d_model 2048, 128 beyond is usual.',
-    'elements a layer': (
-      'A latent differs: the objective quality prefers grouped attention while '
-      'one within 0.1 points of the best fits; others weigh cache and step.'
-    ),
-    'windows': 'Windows, which are not among the candidates, save cache.',
-  }[name]
-
-
 def _options(choice: Choice) -> list[tuple[str, Costed]]:
-  """Changes of the demand or of keys and values, each costed."""
+  """Changes of the demand, of keys and values, or of all, each costed."""
   best = choice.best
   candidate, demand = best.candidate, best.demand
   changes: list[tuple[str, Demand]] = []
@@ -237,7 +121,34 @@ def _options(choice: Choice) -> list[tuple[str, Costed]]:
     lost = quality(candidate.attention) - quality(x.candidate.attention)
     note = f', {lost:.2g} points of the proxy' if lost > 0.005 else ''
     options.append((x.candidate.strategy + note, x))
-  return options
+  return options + _other_shapes(choice)
+
+
+def _other_shapes(choice: Choice) -> list[tuple[str, Costed]]:
+  """The least memory and the shortest step of other bodies, as good or better.
+
+  The objective weighs them against usual proportions; who is short may not.
+  """
+  least = quality(choice.best.candidate.attention) - 1e-9
+  others = [
+    x
+    for x in choice.feasible
+    if body(x) != body(choice.best) and quality(x.candidate.attention) >= least
+  ]
+  if not others:
+    return []
+  found = (
+    min(others, key=lambda x: x.memory),
+    min(others, key=lambda x: x.step.seconds),
+  )
+  return [
+    (
+      f'd_model {x.candidate.d_model:,}, {x.candidate.num_layers} layers, '
+      f'{x.candidate.words} (unusual proportions)',
+      x,
+    )
+    for x in dict.fromkeys(found)
+  ]
 
 
 def _body(best: Costed) -> str:
@@ -257,10 +168,15 @@ def _keys_and_values(choice: Choice) -> str:
   n, h = best.num_kv_heads, best.num_heads
   lost = -quality(best.attention)
   if n is None:
+    found = (
+      'better than multi-head attention in seven of eight scores (DeepSeek-V2 '
+      "2024, table 9), one maker's finding"
+    )
+    if lost > 0:
+      found = f"half of DeepSeek's rank, which is charged {lost:.2g} points"
     return (
-      f'A latent of {best.attention.cache_elements} elements for all {h} heads '
-      'instead of keys and values: better than multi-head attention in seven '
-      "of eight scores (DeepSeek-V2 2024, table 9), one maker's finding."
+      f'A latent of {best.attention.cache_elements} elements for {h} '
+      f'head{"s" * (h > 1)} instead of keys and values: {found}.'
     )
   tenth = 1 - 0.5 ** (POINT / 10)
   weighed = (
@@ -318,7 +234,7 @@ def _latent(choice: Choice) -> list[str]:
 def _step(best: Costed) -> str:
   """The step at the batch asked for, and what throughput is measured by."""
   step, demand = best.step, best.demand
-  most = fitting_batch(best)
+  most = best.fitting_batch
   full = decode_step(
     best.candidate.shape, demand.place, demand.seq_len, max(1, most)
   )
@@ -328,16 +244,17 @@ def _step(best: Costed) -> str:
     f'A step takes {step.seconds * 1e3:.3g} ms, '
     f'{step.tokens_per_second:,.0f} tokens/s in all: {parts} ms, the larger of '
     f'weights and compute and of cache and attention; most is {step.bound}. '
-    f'With the {most:,} sequences that fit: {full.tokens_per_second:,.0f} '
-    f'tokens/s{goes_by}.'
+    f'With {most:,} sequences, the most that are possible: '
+    f'{full.tokens_per_second:,.0f} tokens/s{goes_by}.'
   )
 
 
 def _memory(best: Costed) -> str:
-  demand = best.demand
+  demand, most = best.demand, best.fitting_batch
+  bound = '' if demand.latency_ms is None else f', {most:,} within latency_ms'
   return (
     f'Weights {gigabytes(best.weight_bytes)} and cache '
     f'{gigabytes(best.cache_bytes)} of {gigabytes(demand.usable_memory)} a '
     f'device, 90 % of {demand.hardware.name} ({demand.hardware.source}); up to '
-    f'{fitting_batch(best):,} sequences fit.'
+    f'{best.memory_batch:,} sequences fit{bound}.'
   )

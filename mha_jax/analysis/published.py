@@ -11,7 +11,7 @@ them, the biases of DeepSeek's and Kimi's routers are not.
 import dataclasses
 import difflib
 
-from mha_jax.analysis.costs import Experts, Mlp, ModelShape, stack
+from mha_jax.analysis.model_shape import Experts, Mlp, ModelShape, stack
 from mha_jax.attention import (
   GroupedConfig,
   LatentConfig,

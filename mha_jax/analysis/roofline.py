@@ -19,7 +19,6 @@ from collections.abc import Callable
 
 from mha_jax.analysis.costs import (
   BYTES,
-  ModelShape,
   attention_params,
   attention_step,
   check_sizes,
@@ -29,6 +28,7 @@ from mha_jax.analysis.costs import (
   mlp_params,
 )
 from mha_jax.analysis.hardware import Hardware
+from mha_jax.analysis.model_shape import ModelShape
 from mha_jax.attention import AttentionConfig, checks
 
 SPLITS = ('heads', 'batch')

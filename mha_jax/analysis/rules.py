@@ -5,16 +5,19 @@ costed.step.seconds, costed.memory
 [rule.name for rule in RULES if rule.broken_by(costed)]
 """
 
+import bisect
 import dataclasses
 import functools
 from collections.abc import Callable
 
-from mha_jax.analysis.candidates import Candidate, Demand
+from mha_jax.analysis.candidates import Candidate
 from mha_jax.analysis.costs import itemsize, num_params
+from mha_jax.analysis.demand import Demand
 from mha_jax.analysis.roofline import (
   Step,
   decode_step,
   device_cache_bytes,
+  max_batch,
   weight_bytes,
 )
 
@@ -69,6 +72,28 @@ class Costed:
     demand = self.demand
     return decode_step(
       self.candidate.shape, demand.place, demand.seq_len, demand.batch
+    )
+
+  @functools.cached_property
+  def memory_batch(self) -> int:
+    """The most sequences that memory allows."""
+    demand = self.demand
+    room = max(0.0, demand.usable_memory - self.weight_bytes)
+    return max_batch(self.candidate.shape, demand.place, demand.seq_len, room)
+
+  @functools.cached_property
+  def fitting_batch(self) -> int:
+    """The most that memory, and latency where it is bound, allow."""
+    demand = self.demand
+    if demand.latency_ms is None:
+      return self.memory_batch
+
+    def milliseconds(batch: int) -> float:
+      shape, place = self.candidate.shape, demand.place
+      return decode_step(shape, place, demand.seq_len, batch).seconds * 1e3
+
+    return bisect.bisect_right(
+      range(1, self.memory_batch + 1), demand.latency_ms, key=milliseconds
     )
 
 

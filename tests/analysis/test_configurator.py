@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,30 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mha_jax.analysis import configurator, costs, roofline, rules
-from mha_jax.analysis.advice import (
-  differences,
-  explain,
-  reasons,
-  remedies,
-  rules_in_words,
-)
-from mha_jax.analysis.candidates import (
-  USABLE,
-  Candidate,
-  Demand,
-  as_python,
-  candidates,
-)
-from mha_jax.analysis.configurator import (
-  choose,
-  closest,
-  fitting_batch,
-  pareto,
-  quality,
-)
-from mha_jax.analysis.costs import Mlp, stack
+from mha_jax.analysis.advice import reasons, remedies, rules_in_words
+from mha_jax.analysis.candidates import Candidate, as_python, candidates
+from mha_jax.analysis.comparison import closest, differences, explain
+from mha_jax.analysis.configurator import choose, pareto
+from mha_jax.analysis.demand import USABLE, Demand
 from mha_jax.analysis.hardware import HARDWARE
+from mha_jax.analysis.model_shape import Mlp, stack
 from mha_jax.analysis.published import PUBLISHED, Published
+from mha_jax.analysis.quality import quality
 from mha_jax.analysis.rules import RULES, Costed
 from mha_jax.attention import GroupedConfig, LatentConfig, Rope
 
@@ -277,7 +263,7 @@ class ChoiceTest(parameterized.TestCase):
     self.assertEqual(best.candidate.num_kv_heads, 8)
     spread = choose(dataclasses.replace(demand, split='batch')).best
     self.assertEqual(spread.candidate.kind, 'MLA')
-    self.assertGreater(fitting_batch(spread), 2 * fitting_batch(best))
+    self.assertGreater(spread.fitting_batch, 2 * best.fitting_batch)
     said = ' '.join(
       remedies(choose(dataclasses.replace(demand, params=9e9)))['memory']
     )
@@ -301,7 +287,7 @@ class ChoiceTest(parameterized.TestCase):
       demand = dataclasses.replace(SMALL, latency_ms=latency)
       costed = Costed(candidate(), demand)
       shape, place = costed.candidate.shape, demand.place
-      got = fitting_batch(costed)
+      got = costed.fitting_batch
       if latency is None:
         room = 0.9 * H100.memory - costed.weight_bytes
         most = roofline.max_batch(shape, place, 4096, room)
@@ -332,22 +318,30 @@ class ChoiceTest(parameterized.TestCase):
     (
       {'params': 13e9, 'hardware': HARDWARE['rtx4090']},
       r'memory: weights 25\.9 GB of the 21\.6 GB that the device has for '
-      r'them: 4\.3 GB too many; take devices=2 or more',
+      r'them: 4\.3 GB too many; take devices=2, a smaller param_dtype ',
     ),
     (
       {'params': 8e9, 'batch': 20_000},
       r'memory: weights \d+\.\d GB and a cache of at least .* GB too many; '
-      r'batch=\d+ or seq_len=\d+ fits',
+      r'take batch=\d+ or seq_len=\d+, which fits the memory',
     ),
     (
       {'params': 8e9, 'latency_ms': 2},
       r'best possible step takes 4\.\d+ ms against latency_ms=2, 2\.\d+ ms too '
       'many .*bound by weights',
     ),
-    ({'devices': 31}, 'split: devices=31, but .* heads none holds that query'),
+    (
+      {'devices': 31},
+      'split: devices=31 do not divide .* 5 to 12 heads; nearest that do: '
+      'devices=12 or 7$',
+    ),
+    (
+      {'hardware': dataclasses.replace(H100, lanes=7)},
+      'lanes: head_dim 64, 80, 96, 128 are no multiples of lanes=7 of h100',
+    ),
     (
       {'params': 1e6},
-      r'vocab_size=32,000 alone has 4,096,000 at d_model=128, 3,096,000 too',
+      r'within 3 % beside vocab_size=32,000; nearest: params=4\.38M; or take a',
     ),
     ({'params': 1e6, 'vocab_size': 256}, 'params=1,000,000: no d_model'),
   )
@@ -361,8 +355,47 @@ class ChoiceTest(parameterized.TestCase):
     """Of six billion parameters' devices not even a token of so many."""
     demand = Demand(6e9, 1000, HARDWARE['v5e'], 16, 10**6, vocab_size=256)
     demand = dataclasses.replace(demand, kv_dtype='fp32')
-    with self.assertRaisesRegex(ValueError, r'; batch=\d+ fits, or take more'):
+    with self.assertRaisesRegex(
+      ValueError, r'take batch=\d+, which fits the memory$'
+    ):
       choose(demand)
+
+  @parameterized.parameters(
+    ({'params': 70e9, 'devices': 1}, 'devices', r'devices=(\d+)', 1),
+    (
+      {'params': 8e9, 'batch': 4000, 'split': 'batch'},
+      'devices',
+      r'devices=(\d+)',
+      1,
+    ),
+    ({'devices': 1000}, 'devices', r'do: devices=(\d+)', 1),
+    ({'params': 1e6}, 'params', r'params=([\d.]+)M', 1e6),
+    ({'params': 20e6, 'vocab_size': 128_256}, 'params', r'=([\d.]+)M', 1e6),
+    ({'latency_ms': 0.01}, 'latency_ms', r'step takes ([\d.]+) ms', 1),
+  )
+  def test_remedies_of_errors(self, changes, name, pattern, unit):
+    """What is said to help does."""
+    demand = dataclasses.replace(SMALL, **changes)
+    with self.assertRaises(ValueError) as caught:
+      choose(demand)
+    value = float(re.search(pattern, str(caught.exception))[1]) * unit
+    value = int(value) if name == 'devices' else value
+    choose(dataclasses.replace(demand, **{name: value}))
+
+  def test_other_shapes(self):
+    """Off the usual proportions there may be a shorter step as good."""
+    demand = Demand(70e9, 32_768, H100, 8, 32, objective='latency')
+    choice = choose(demand)
+    said = ' '.join(remedies(choice)['latency'])
+    self.assertRegex(said, r'heads of 64, .* \(unusual proportions\): ')
+    shortest = min(x.step.seconds for x in choice.feasible)
+    self.assertLess(shortest, 0.8 * choice.best.step.seconds)
+
+  def test_half_rank_is_said(self):
+    """One head of 128 has no smaller cache than half of a latent's rank."""
+    choice = choose(Demand(3e5, 1024, H100, vocab_size=1, head_dim=128))
+    self.assertEqual(choice.best.candidate.attention.kv_lora_rank, 256)
+    self.assertIn("half of DeepSeek's rank", ' '.join(reasons(choice)))
 
   def test_what_is_said_to_fit_fits(self):
     """The batch that the error names is the largest possible."""

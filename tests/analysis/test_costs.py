@@ -13,14 +13,16 @@ from shapes import alone, grouped, latent
 
 from mha_jax.analysis import costs
 from mha_jax.analysis.costs import (
+  cache_elements,
+  decode_intensity,
+  num_params,
+)
+from mha_jax.analysis.model_shape import (
   Experts,
   Layer,
   Mlp,
   ModelShape,
-  cache_elements,
-  decode_intensity,
   decoder_shape,
-  num_params,
   stack,
 )
 from mha_jax.analysis.published import published

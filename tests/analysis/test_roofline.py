@@ -6,14 +6,9 @@ from absl.testing import parameterized
 from shapes import alone, grouped, latent
 
 from mha_jax.analysis import costs, roofline
-from mha_jax.analysis.costs import (
-  Experts,
-  Mlp,
-  cache_elements,
-  num_params,
-  stack,
-)
+from mha_jax.analysis.costs import cache_elements, num_params
 from mha_jax.analysis.hardware import Hardware
+from mha_jax.analysis.model_shape import Experts, Mlp, stack
 from mha_jax.analysis.published import PUBLISHED, published
 from mha_jax.analysis.roofline import Placement, Step, decode_step
 from mha_jax.attention import GroupedConfig, TiedConfig

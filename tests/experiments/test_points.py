@@ -5,7 +5,7 @@ import dataclasses
 from absl.testing import parameterized
 
 from configs import copy_task
-from experiments import points
+from experiments import points, settings
 from experiments.settings import experiment_from
 
 
@@ -59,6 +59,6 @@ class PointTest(parameterized.TestCase):
       self.assertNotEqual(point.key, other.key)
 
   def test_seeds(self):
-    self.assertEqual(points.seeds_from('--seeds', 3, 2), (3, 4))
+    self.assertEqual(settings.seeds_from('--seeds', 3, 2), (3, 4))
     with self.assertRaisesRegex(ValueError, '--seeds=2 .*4294967295'):
-      points.seeds_from('--seeds', 2**32 - 1, 2)
+      settings.seeds_from('--seeds', 2**32 - 1, 2)
