@@ -19,31 +19,24 @@ import json
 import math
 import pathlib
 import re
-import textwrap
 from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from experiments import command_line, model_costs, settings
+from experiments import command_line, model_costs, recommendation, settings
 from experiments.figures import configurator
 from mha_jax.analysis import advice, costs
-from mha_jax.analysis.candidates import as_python
-from mha_jax.analysis.comparison import closest, differences, explain
+from mha_jax.analysis.comparison import closest
 from mha_jax.analysis.configurator import (
   Choice,
-  axes,
   choose,
 )
 from mha_jax.analysis.demand import OBJECTIVES, Demand
 from mha_jax.analysis.hardware import HARDWARE, hardware
 from mha_jax.analysis.published import PUBLISHED, Published, published
-from mha_jax.analysis.quality import QUALITY_SOURCE, quality
 from mha_jax.analysis.roofline import SPLITS
-from mha_jax.analysis.rules import Costed
 from mha_jax.training import record
 
 OVERRIDES: dict[str, Any] = {
@@ -83,8 +76,6 @@ JSON = flags.DEFINE_bool('json', False, 'print JSON alone')
 
 UNITS = {'': 0, 'k': 1, 'm': 2, 'b': 3, 'g': 3, 't': 4}
 FIGURE = 'configure_heads.png'
-SHOWN = 5
-"""Remedies that are printed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +157,7 @@ def main(chosen: Settings) -> int:
   demand, answer = chosen.demand, chosen.answer
   chosen.workdir.mkdir(parents=True, exist_ok=True)
   if isinstance(answer, Choice):
-    result = as_dict(answer)
+    result = recommendation.as_dict(answer)
     configurator.configure_heads(
       answer, closest(answer.best.candidate.shape, 3), chosen.workdir / FIGURE
     )
@@ -176,154 +167,13 @@ def main(chosen: Settings) -> int:
   if JSON.value:
     print(json.dumps(result, indent=2))
   elif isinstance(answer, Choice):
-    report(answer)
+    recommendation.report(answer)
     print(f'recorded in {chosen.workdir}, figure {chosen.workdir / FIGURE}')
   else:
     Console(width=80).print(model_costs.table(answer, demand, result))
-    _bullets('What this does not know', [advice.TIMES])
+    recommendation.bullets('What this does not know', [advice.TIMES])
     print(f'recorded in {chosen.workdir}')
   return 0
-
-
-def as_dict(choice: Choice) -> dict[str, Any]:
-  """A choice as JSON has it."""
-  best = choice.best
-  demand = dataclasses.asdict(best.demand)
-  models = []
-  for model in choice.closest:
-    factors = differences(best, model)
-    models.append(
-      {
-        'name': model.name,
-        'cache_ratio': math.prod(factors.values()),
-        'factors': factors,
-        'words': explain(best, model),
-      }
-    )
-  return {
-    'demand': demand,
-    'recommendation': _row(choice, best),
-    'strategies': [_row(choice, x) for x in choice.strategies],
-    'closest': models,
-    'reasons': advice.reasons(choice),
-    'rules': advice.rules_in_words(choice),
-    'remedies': advice.remedies(choice),
-    'quality_proxy': QUALITY_SOURCE,
-    'unknown': list(advice.UNKNOWN),
-    'python': as_python(best.candidate),
-  }
-
-
-def _row(choice: Choice, costed: Costed) -> dict[str, Any]:
-  x = costed.candidate
-  return {
-    'kind': x.kind,
-    'd_model': x.d_model,
-    'num_layers': x.num_layers,
-    'mlp_width': x.mlp_width,
-    'vocab_size': x.vocab_size,
-    'tied': x.tied,
-    'attention': dataclasses.asdict(x.attention),
-    'params': costed.params,
-    'cache_bytes_per_token': costed.token_bytes,
-    'weight_bytes_per_device': costed.weight_bytes,
-    'cache_bytes_per_device': costed.cache_bytes,
-    'step_seconds': costed.step.seconds,
-    'step_parts': costed.step.parts,
-    'bound': costed.step.bound,
-    'tokens_per_second': costed.step.tokens_per_second,
-    'max_batch': costed.fitting_batch,
-    'quality_points_lost': -quality(x.attention),
-    'on_front': axes(costed) in [axes(y) for y in choice.front],
-    'recommended': costed == choice.best,
-  }
-
-
-def report(choice: Choice) -> None:
-  """Prints the recommendation, why, what else, and what to paste."""
-  console = Console(width=80, highlight=False)
-  demand = choice.best.demand
-  print(
-    f'{costs.counted(demand.params)} parameters, {demand.seq_len:,} tokens, '
-    f'batch {demand.batch}, {demand.devices} x {demand.hardware.name}, '
-    f'{demand.objective}:'
-  )
-  console.print(_recommendation(choice.best))
-  _bullets('Why', advice.reasons(choice))
-  console.print(_strategies(choice))
-  _bullets(
-    'Closest published models',
-    [explain(choice.best, model) for model in choice.closest],
-  )
-  for name, lines in advice.remedies(choice).items():
-    if lines:
-      _bullets(f'When {name} is short, all else kept', lines[:SHOWN])
-  _bullets('Rules', advice.rules_in_words(choice))
-  _bullets('What this does not know', list(advice.UNKNOWN))
-  print('\nTo paste:\n')
-  print(as_python(choice.best.candidate))
-
-
-def _bullets(title: str, lines: list[str]) -> None:
-  print(f'\n{title}:')
-  for line in lines:
-    print(textwrap.fill(line, 79, initial_indent='- ', subsequent_indent='  '))
-
-
-def _recommendation(best: Costed) -> Table:
-  x = best.candidate
-  table = Table(box=box.SIMPLE, show_header=False)
-  sizes = dict(x.attention.sizes)
-  rank = f'r = {sizes.get("r")}, p = {sizes.get("p")}'
-  if 'q' in sizes:
-    rank += f', queries from {sizes["q"]}'
-  keeps = rank if x.num_kv_heads is None else f'{x.num_kv_heads}'
-  label = 'latent' if x.num_kv_heads is None else 'key/value heads'
-  for name, value in (
-    ('projections', x.kind),
-    ('query heads', f'{x.num_heads} of {x.head_dim}'),
-    (label, keeps),
-    ('d_model', f'{x.d_model:,}'),
-    ('layers', f'{x.num_layers}'),
-    ('MLP, gated', f'{x.mlp_width:,}'),
-    ('vocabulary', f'{x.vocab_size:,}{", tied" * x.tied}'),
-    ('parameters', f'{best.params:,}'),
-    ('cache a token', f'{best.token_bytes / 1024:,.4g} KiB'),
-    ('decode step', f'{best.step.seconds * 1e3:.3g} ms'),
-  ):
-    table.add_row(name, value)
-  return table
-
-
-def _strategies(choice: Choice) -> Table:
-  table = Table(
-    title='\nStrategies of this width and depth',
-    box=box.SIMPLE_HEAD,
-    caption=(
-      "<: recommended; *: on the Pareto front of a device's cache, step and "
-      'points. '
-      f'Points lost: {QUALITY_SOURCE}.'
-    ),
-    caption_justify='left',
-    padding=(0, 1, 0, 0),
-  )
-  names = ('strategy', 'MLP', 'cache/token', 'step', 'max batch', 'points lost')
-  for name in (*names, ''):
-    side = 'left' if name in ('strategy', '') else 'right'
-    table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
-  for costed in choice.strategies:
-    x = costed.candidate
-    row = _row(choice, costed)
-    table.add_row(
-      x.strategy,
-      f'{x.mlp_width:,}',
-      f'{costed.token_bytes / 1024:,.4g} KiB',
-      f'{costed.step.seconds * 1e3:.3g} ms',
-      f'{row["max_batch"]:,}',
-      f'{abs(row["quality_points_lost"]):.2f}',
-      '*' * row['on_front'] + ' <' * row['recommended'],
-    )
-  return table
 
 
 if __name__ == '__main__':
