@@ -306,7 +306,8 @@ class DecoderLM(nn.Module):
       config.vocab_size, config.d_model, dtype=config.dtype, name='embed'
     )(tokens)
     if config.positions == 'learned':
-      if cache is None and t > config.max_len:
+      known = isinstance(t, int)  # not a symbolic dimension
+      if cache is None and known and t > config.max_len:
         raise ValueError(
           f'tokens of length {t} exceed max_len={config.max_len} learned '
           "positions; raise max_len or use positions='rope'"

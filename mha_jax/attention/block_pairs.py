@@ -10,6 +10,7 @@ from mha_jax.attention import masks
 from mha_jax.attention.axes import Blocks
 from mha_jax.attention.each import each
 from mha_jax.attention.notation import Array, Bool
+from mha_jax.attention.sharded_rows import in_shard_map
 
 OF_MASKS = ('mask', 'query_positions', 'key_positions')
 """What a mask is evaluated from."""
@@ -58,13 +59,16 @@ def block_sizes(
   return BlockSizes(queries, max(1, -(-s // max(1, count))))
 
 
-def fits_better_alone(t: int) -> bool:
+def fits_better_alone(t: int, v: Array) -> bool:
   """Whether heads with t queries are computed one by one, not side by side.
 
   On a CPU the blocks of one head fit its cache; elsewhere, and for few queries,
-  more at a time is faster.
+  more at a time is faster. A loop over rows that lie on several devices would
+  bring them together, but within `jax.shard_map` each device has its own.
   """
-  return t >= 128 and jax.default_backend() == 'cpu'
+  if t < 128 or jax.default_backend() != 'cpu':
+    return False
+  return in_shard_map(v) or jax.device_count() == 1
 
 
 def touches(

@@ -32,6 +32,7 @@ from mha_jax.attention.dropout import Dropout
 from mha_jax.attention.dtypes import compute_dtype, wide_dtype
 from mha_jax.attention.notation import Array, Bool, Float, Parts
 from mha_jax.attention.once import once
+from mha_jax.attention.sharded_rows import in_shard_map
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,8 +133,7 @@ def attend(
   wide = wide_dtype(dtype)
   inputs = _Inputs(qs, ks, v, bias, jnp.asarray(scale, wide))
   terms = _Terms(mask, query_positions, key_positions, dropout, pairs)
-  nil = _nil(inputs, terms, wide)
-  inputs = dataclasses.replace(inputs, scale=inputs.scale + nil)
+  inputs = _varying_alike(inputs, terms)
   out, residual = _attend(options, inputs, terms)
   return (out, residual) if return_residual else out
 
@@ -167,7 +167,7 @@ def _forward(
       queries.put(total, queries.cut(total) * decay + jnp.sum(weights, axis=1)),
     )
 
-  nil = _nil(inputs, terms, wide)
+  nil = jnp.zeros_like(inputs.scale)
   start = (
     jnp.full((t, width), nil),
     jnp.full(t, nil - jnp.inf),
@@ -178,11 +178,19 @@ def _forward(
   return out.astype(options.dtype), top + jnp.log(total)
 
 
-def _nil(inputs: _Inputs, terms: _Terms, dtype: Any) -> Array:
-  """0, made of all arrays, so that under `jax.shard_map` it varies as they."""
-  leaves = jax.tree.leaves((inputs, dataclasses.replace(terms, dropout=None)))
-  zeros = [jnp.zeros_like(x, dtype, shape=()) for x in leaves]
-  return functools.reduce(operator.add, zeros)
+def _varying_alike(inputs: _Inputs, terms: _Terms) -> _Inputs:
+  """The inputs, all varying over the mesh axes that any array varies over.
+
+  Within `jax.shard_map` a loop's sums, and a gradient, must vary as what is
+  added to them; what the devices share then sums its gradient over them.
+  """
+  if not in_shard_map(inputs.v):
+    return inputs
+  terms = dataclasses.replace(terms, dropout=None)  # keys are no numbers
+  leaves = jax.tree.leaves((inputs, terms))
+  zeros = [jnp.zeros_like(x, inputs.scale.dtype, shape=()) for x in leaves]
+  nil = functools.reduce(operator.add, zeros)
+  return jax.tree.map(lambda x: x + nil.astype(x.dtype), inputs)
 
 
 def _keep(
@@ -250,7 +258,7 @@ def _gradients(
       grads.scale + jnp.sum(d_scaled * block.products),
     )
 
-  nil = _nil(inputs, terms, wide)
+  nil = jnp.zeros_like(inputs.scale)
   zeros = jax.tree.map(lambda x: jnp.full(x.shape, nil), inputs)
   grads = jax.lax.fori_loop(0, terms.pairs.count, add, zeros)
   return jax.tree.map(lambda g, x: once(g.astype(x.dtype)), grads, inputs)

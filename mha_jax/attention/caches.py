@@ -27,6 +27,7 @@ from mha_jax.attention import checks
 from mha_jax.attention.config import AttentionConfig
 from mha_jax.attention.dtypes import compute_dtype
 from mha_jax.attention.notation import Array
+from mha_jax.attention.sharded_rows import rows_alike
 
 Entries = tuple[Array, ...]
 
@@ -170,9 +171,10 @@ class WindowCache(Cache):
       return after, View(entries, at, at >= 0)
     # A chunk's first queries see what its last ones overwrite.
     at = self.held(self.lengths)
+    past, new = rows_alike((self.entries, new))
     both = tuple(
       jnp.concatenate([old, x.astype(old.dtype)], axis=2)
-      for old, x in zip(self.entries, new, strict=True)
+      for old, x in zip(past, new, strict=True)
     )
     fresh = jnp.ones(positions.shape, bool) if valid is None else valid
     return after, View(
@@ -298,6 +300,7 @@ def _write(entries: Entries, new: Entries, slots: Array) -> Entries:
       slots, ((0, 0), (0, 1)), constant_values=entries[0].shape[2]
     )
     new = tuple(jnp.concatenate([x, x], axis=2) for x in new)
+  entries, new, slots = rows_alike((entries, new, slots))
 
   def row(old: Array, x: Array, at: Array) -> Array:
     return old.at[:, at].set(x.astype(old.dtype), mode='drop')

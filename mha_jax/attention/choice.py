@@ -34,8 +34,8 @@ class Call:
   """What a choice depends on.
 
   Args:
-    t: queries.
-    s: keys.
+    t: queries, a number or a symbolic dimension of `jax.export`.
+    s: keys, likewise.
     widths: features of each part of a key, and of a value.
     dtype: the dtype computed in.
     mask: the mask, or None.
@@ -43,8 +43,8 @@ class Call:
     asked: 'return_weights' and 'return_residual', where they are asked for.
   """
 
-  t: int
-  s: int
+  t: Any
+  s: Any
   widths: tuple[tuple[int, ...], int]
   dtype: Any
   mask: masks.Mask | None = None
@@ -64,7 +64,8 @@ def choose(implementation: str, call: Call) -> str:
     ValueError: the choice is unknown, or cannot serve the call.
   """
   check_name(implementation)
-  if 0 in (call.t, call.s):
+  known = isinstance(call.t, int) and isinstance(call.s, int)
+  if known and 0 in (call.t, call.s):
     return 'exact'  # there is nothing to compute
   if implementation != 'auto':
     reason = reason_against(implementation, call)
@@ -74,6 +75,8 @@ def choose(implementation: str, call: Call) -> str:
         "use 'auto'"
       )
     return implementation
+  if not known:
+    return 'exact'  # serves any length
   many = call.t * call.s >= MANY_SCORES
   # A loop over the keys of one query pays where a copy of the keys would not.
   long = call.s >= LONG_KEYS and (call.t > 1 or _device().platform == 'cpu')
@@ -97,6 +100,8 @@ def reason_against(implementation: str, call: Call) -> str | None:
   """Why an implementation does not serve a call; None: it does."""
   if implementation == 'exact':
     return None
+  if not (isinstance(call.t, int) and isinstance(call.s, int)):
+    return f'it wants lengths that are known, not t={call.t} and s={call.s}'
   if 'return_weights' in call.asked:
     return 'it never has the weights as a whole, and return_weights is True'
   if implementation == 'blockwise':

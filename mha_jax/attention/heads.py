@@ -16,7 +16,9 @@ Masks, biases, positions and dropout keys ride along by the same rule.
 """
 
 import dataclasses
+import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -38,10 +40,14 @@ from mha_jax.attention.dropout import check_dropout
 from mha_jax.attention.dtypes import compute_dtype, wide_dtype
 from mha_jax.attention.each import each
 from mha_jax.attention.notation import Array, Parts, Shaped
+from mha_jax.attention.sharded_rows import rows_over_devices
 
 KeysValues = tuple[Parts, Array]
 Extras = dict[str, Any]
 """What belongs to a score and not to q, k or v: leaves lead with (b, n, g)."""
+
+CONSTANT_ELEMENTS = 2**16
+"""Elements of a mask or bias, from which on XLA takes none for a constant."""
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
   'exact': exact.attend,
@@ -118,7 +124,7 @@ def multihead_attention(
   if chosen in fused.KERNELS:
     return call.by_kernel(fused.KERNELS[chosen])
   try:
-    return call.by_head(chosen)
+    return _by_head(call, chosen)
   except TypeError as error:
     if chosen == 'blockwise' and 'custom_vjp' in str(error):
       raise TypeError(
@@ -175,33 +181,42 @@ def _read(
     'bias': None if bias is None else bias.astype(wide_dtype(dtype)),
     'query_positions': shapes.per_row('query_positions', query_positions, b, t),
     'key_positions': shapes.per_row('key_positions', key_positions, b, s),
-    'dropout': dropout,
+    'dropout': None if dropout is None else dropout.per_head(b, h),
   }
-  options = {'scale': scale, 'logit_softcap': logit_softcap}
-  asked = {'return_weights': return_weights, 'return_residual': return_residual}
-  return _Call(qs, ks, v, dtype, extras, options, asked, (b, h, t, n, s))
+  wanted = {'return_weights': return_weights, 'return_residual': return_residual}
+  asked = tuple(name for name, value in wanted.items() if value)
+  softcap = None if logit_softcap is None else float(logit_softcap)
+  return _Call(qs, ks, v, scale, extras, dtype, softcap, asked)
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Call:
   """The arguments of `multihead_attention`, checked."""
 
-  qs: Parts
-  ks: Parts
-  v: Array
-  dtype: Any
+  qs: Any  # (b, h, t, k_i) each
+  ks: Any  # (b, n, s, k_i) each, or (b, 1, s, k_i)
+  v: Any  # (b, n, s, v), or (b, 1, s, v)
+  scale: Any  # () or None
   extras: Extras
-  options: dict[str, Any]
-  asked: dict[str, bool]
-  sizes: tuple[int, int, int, int, int]
+  dtype: Any = dataclasses.field(metadata={'static': True})
+  logit_softcap: float | None = dataclasses.field(metadata={'static': True})
+  asked: tuple[str, ...] = dataclasses.field(metadata={'static': True})
+
+  @property
+  def sizes(self) -> tuple[int, int, int, int, int]:
+    """The sizes b, h, t, n, s."""
+    b, h, t = self.qs[0].shape[:3]
+    n = max(x.shape[1] for x in (*self.ks, self.v))
+    return b, h, t, n, self.v.shape[2]
 
   @property
   def traits(self) -> choice.Call:
     """What an implementation is chosen by."""
     _, _, t, _, s = self.sizes
     given = {name: x for name, x in self.extras.items() if name != 'mask'}
-    given['logit_softcap'] = self.options['logit_softcap']
-    scale = self.options['scale']
+    given['logit_softcap'] = self.logit_softcap
+    scale = self.scale
     given['scale of an array'] = scale if isinstance(scale, jax.Array) else None
     k_heads, v_heads = self.ks[0].shape[1], self.v.shape[1]
     given['k and v of other numbers of heads'] = k_heads != v_heads or None
@@ -212,49 +227,70 @@ class _Call:
       self.dtype,
       self.extras['mask'],
       tuple(name for name, x in given.items() if x is not None),
-      tuple(name for name, wanted in self.asked.items() if wanted),
+      self.asked,
     )
 
   def by_kernel(self, kernel: Callable[..., Array]) -> Array:
     """The outputs of a fused kernel, which takes all heads at once."""
-    scale = self.options['scale']
+    scale = self.scale
     scale = exact.default_scale(self.qs) if scale is None else float(scale)
     q, k, v = (x.astype(self.dtype) for x in (*self.qs, *self.ks, self.v))
     return kernel(q, k, v, scale, masks.reach(self.extras['mask']))
 
-  def by_head(self, implementation: str) -> Any:
-    """The outputs of a one-head function, mapped over all heads."""
-    b, h, t, n, s = self.sizes
-    g = h // n
-    extras, options = dict(self.extras), dict(self.options)
-    if extras['dropout'] is not None:
-      extras['dropout'] = extras['dropout'].per_head(b, h)
-    extras = jax.tree.map(lambda leaf: _split_heads(leaf, n, g), extras)
-    asked = {name: True for name, wanted in self.asked.items() if wanted}
-    one_by_one = False
-    if implementation == 'blockwise':
-      one_by_one = block_pairs.fits_better_alone(t)
-      options['sizes'] = sizes = block_pairs.block_sizes(t, s, g, b * n)
-      blocks = Blocks(t, sizes.queries), Blocks(s, sizes.keys)
-      extras['pairs'] = block_pairs.of_heads(
-        extras, *blocks, by_head=one_by_one
-      )
 
-    def one_head(qs: Parts, kv: KeysValues, extras: Extras) -> Any:
-      attend = IMPLEMENTATIONS[implementation]
-      return attend(qs, *kv, **options, **asked, **extras)
+@functools.partial(jax.jit, static_argnames='implementation')
+def _by_head(call: _Call, implementation: str) -> Any:
+  """The outputs of a one-head function, mapped over all heads.
 
-    per_group = _map_group(one_head)
-    if implementation == 'exact':
-      per_group = _silence_together(per_group)
+  Compiled once for equal shapes and options, also where the caller does not
+  jit.
+  """
+  extras = jax.tree.map(_opaque, call.extras)
+  call = dataclasses.replace(call, extras=extras)
+  of_rows = functools.partial(_of_rows, implementation=implementation)
+  return rows_over_devices(of_rows, call)
 
-    def one_row(qs: Parts, kv: KeysValues, extras: Extras) -> Any:
-      return each(per_group, qs, kv, extras, one_by_one=one_by_one)
 
-    qs = tuple(jnp.reshape(q, (b, n, g, *q.shape[2:])) for q in self.qs)
-    kv = (self.ks, self.v)
-    out = each(one_row, qs, kv, extras, one_by_one=one_by_one)
-    return jax.tree.map(lambda x: jnp.reshape(x, (b, h, *x.shape[3:])), out)
+def _of_rows(call: _Call, implementation: str) -> Any:
+  """The outputs of the batch rows that one device has."""
+  b, h, t, n, s = call.sizes
+  g = h // n
+  options = {'scale': call.scale, 'logit_softcap': call.logit_softcap}
+  extras = jax.tree.map(lambda leaf: _split_heads(leaf, n, g), call.extras)
+  asked = dict.fromkeys(call.asked, True)
+  one_by_one = False
+  if implementation == 'blockwise':
+    one_by_one = block_pairs.fits_better_alone(t, call.v)
+    options['sizes'] = sizes = block_pairs.block_sizes(t, s, g, b * n)
+    blocks = Blocks(t, sizes.queries), Blocks(s, sizes.keys)
+    extras['pairs'] = block_pairs.of_heads(extras, *blocks, by_head=one_by_one)
+
+  def one_head(qs: Parts, kv: KeysValues, extras: Extras) -> Any:
+    attend = IMPLEMENTATIONS[implementation]
+    return attend(qs, *kv, **options, **asked, **extras)
+
+  per_group = _map_group(one_head)
+  if implementation == 'exact':
+    per_group = _silence_together(per_group)
+
+  def one_row(qs: Parts, kv: KeysValues, extras: Extras) -> Any:
+    return each(per_group, qs, kv, extras, one_by_one=one_by_one)
+
+  qs = tuple(jnp.reshape(q, (b, n, g, *q.shape[2:])) for q in call.qs)
+  out = each(one_row, qs, (call.ks, call.v), extras, one_by_one=one_by_one)
+  return jax.tree.map(lambda x: jnp.reshape(x, (b, h, *x.shape[3:])), out)
+
+
+def _opaque(leaf: Array) -> Array:
+  """The same array, which XLA does not look into while it compiles.
+
+  Where a mask or bias is a constant of the program, XLA would compute all that
+  follows from it by its slow interpreter.
+  """
+  if not all(isinstance(size, int) for size in leaf.shape):
+    return leaf  # symbolic, and so no constant
+  small = math.prod(leaf.shape) < CONSTANT_ELEMENTS
+  return leaf if small else jax.lax.optimization_barrier(leaf)
 
 
 def _map_group(one_head: Callable[..., Any]) -> Callable[..., Any]:

@@ -197,9 +197,12 @@ class LatentConfig(AttentionConfig):
     """Whether t queries attend to s latents in the expanded form.
 
     'auto' takes the form with fewer multiplications a head: expanded
-    s r (k + v) + t s (k + v + p), absorbed t r (k + v) + t s (2 r + p).
+    s r (k + v) + t s (k + v + p), absorbed t r (k + v) + t s (2 r + p). Of
+    symbolic lengths, one query is absorbed and more are expanded.
     """
     if self.form != 'auto':
       return self.form == 'expanded'
+    if not (isinstance(t, int) and isinstance(s, int)):
+      return not (isinstance(t, int) and t == 1)
     r, width = self.sizes['r'], self.sizes['k'] + self.sizes['v']
     return t * r * width + t * s * 2 * r >= s * r * width + t * s * width

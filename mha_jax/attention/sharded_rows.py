@@ -1,0 +1,91 @@
+"""Batch rows over the devices of an explicit mesh.
+
+In an explicit mesh an array's type says how it is sharded. Rows of a batch do
+not depend on each other, so each device computes its own, within
+`jax.shard_map`, by the code that one device runs.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from mha_jax.attention.notation import Array
+
+
+def rows_over_devices(function: Callable[[Any], Any], call: Any) -> Any:
+  """Applies a function of batch rows, on each device to the rows it has.
+
+  Args:
+    function: takes `call` and returns arrays (b, ...).
+    call: a pytree with arrays (b, ...), of which some may be sharded over the
+      rows, arrays (1, ...) that all rows share, and scalars.
+
+  Returns:
+    What the function returns, sharded as the rows of the first sharded array.
+  """
+  split = _sharded(call)
+  if split is None:
+    return function(call)
+  axes, b = _row_axes(split), split.shape[0]
+  mapped = jax.shard_map(
+    function,
+    mesh=jax.typeof(split).sharding.mesh,
+    in_specs=(
+      jax.tree.map(
+        lambda x: PartitionSpec(axes) if _has_rows(x, b) else PartitionSpec(),
+        call,
+      ),
+    ),
+    out_specs=PartitionSpec(axes),
+    axis_names=set(axes),
+  )
+  return mapped(rows_alike(call))
+
+
+def rows_alike(tree: Any) -> Any:
+  """The arrays (b, ...) of a pytree, all sharded over rows as the first that is.
+
+  Outside of explicit meshes, and where no array is sharded over its rows, they
+  come back as they are.
+  """
+  return tree if _sharded(tree) is None else _reshard_rows(tree)
+
+
+@jax.jit  # an array that is on no mesh yet can only enter one with others
+def _reshard_rows(tree: Any) -> Any:
+  split = _sharded(tree)
+  axes, b = _row_axes(split), split.shape[0]
+  mesh = jax.typeof(split).sharding.mesh
+
+  def alike(x: Array) -> Array:
+    if not _has_rows(x, b) or _row_axes(x) == axes:
+      return x
+    spec = PartitionSpec(axes, *jax.typeof(x).sharding.spec[1:])
+    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+  return jax.tree.map(alike, tree)
+
+
+def in_shard_map(x: Array) -> bool:
+  """Whether the array is one device's part, within `jax.shard_map`."""
+  return AxisType.Manual in jax.typeof(x).sharding.mesh.axis_types
+
+
+def _sharded(tree: Any) -> Any:
+  """The first array that is sharded over its rows."""
+  return next((x for x in jax.tree.leaves(tree) if _row_axes(x)), None)
+
+
+def _row_axes(x: Any) -> tuple[str, ...]:
+  """The mesh axes that the rows are sharded on; (): none."""
+  spec = jax.typeof(x).sharding.spec
+  axes = spec[0] if len(spec) else None
+  if axes is None:
+    return ()
+  return axes if isinstance(axes, tuple) else (axes,)
+
+
+def _has_rows(x: Any, b: int) -> bool:
+  return x.ndim > 0 and x.shape[0] == b
