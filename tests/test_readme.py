@@ -4,11 +4,11 @@ import doctest
 import functools
 import pathlib
 import re
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 from absl.testing import parameterized
+from compiling import patched
 
 from mha_jax import attention
 from mha_jax.attention import heads, init_table, num_params
@@ -86,7 +86,7 @@ class SharingTableTest(parameterized.TestCase):
       shapes = jax.eval_shape(
         functools.partial(init_table, config.table), jax.random.key(0)
       )
-      with mock.patch.object(heads, 'each', record):
+      with patched(heads, each=record):
         jax.eval_shape(
           functools.partial(attention.apply, config),
           shapes,

@@ -196,9 +196,11 @@ def _varying_alike(inputs: _Inputs, terms: _Terms) -> _Inputs:
 def _keep(
   options: _Options, inputs: _Inputs, terms: _Terms
 ) -> tuple[tuple[Array, Array], Any]:
-  """The outputs, and what the gradient needs of them."""
+  """The outputs, and what the gradient needs of them, all finite."""
   out, residual = _forward(options, inputs, terms)
-  return (out, residual), (inputs, terms, out, residual)
+  seeing = residual > -jnp.inf  # queries that may attend to something
+  lse = jnp.where(seeing, residual, 0)
+  return (out, residual), (inputs, terms, out, lse, seeing)
 
 
 def _backward(
@@ -213,11 +215,9 @@ def _gradients(
   options: _Options, kept: Any, cotangents: tuple[Array, Array]
 ) -> _Inputs:
   """Algorithm 2, over the listed pairs: arrays of the inputs' shapes."""
-  inputs, terms, out, residual = kept
+  inputs, terms, out, lse, seeing = kept
   d_out, d_residual = cotangents
   dtype, wide = options.dtype, wide_dtype(options.dtype)
-  seeing = residual > -jnp.inf  # queries that may attend to something
-  lse = jnp.where(seeing, residual, 0)
   inputs = dataclasses.replace(
     inputs, qs=tuple(exact.silence(q, seeing) for q in inputs.qs)
   )

@@ -25,7 +25,7 @@ import numpy as np
 from mha_jax.attention import checks, masks
 from mha_jax.attention.arguments import as_bias, as_positions
 from mha_jax.attention.axes import Axis
-from mha_jax.attention.dropout import check_dropout
+from mha_jax.attention.dropout import Dropout, check_dropout
 from mha_jax.attention.dtypes import compute_dtype, wide_dtype
 from mha_jax.attention.notation import Array, Bool, Float, Shaped
 
@@ -87,8 +87,46 @@ def attend(
   bias = as_bias(bias, (t, s), 'ts')
   # Before -inf is looked for: the least float64 is -inf in float32.
   bias = None if bias is None else bias.astype(wide_dtype(dtype))
-  queries, keys = Axis(t, query_positions), Axis(s, key_positions)
-  allowed = allowed_pairs(masks.as_mask(mask), bias, queries, keys)
+  return _attend(
+    qs,
+    ks,
+    v,
+    scale,
+    masks.as_mask(mask),
+    bias,
+    Axis(t, query_positions),
+    Axis(s, key_positions),
+    dropout,
+    used,
+    logit_softcap=None if logit_softcap is None else float(logit_softcap),
+    return_weights=return_weights,
+    return_residual=return_residual,
+  )
+
+
+@functools.partial(
+  jax.jit,
+  static_argnames=('logit_softcap', 'return_weights', 'return_residual'),
+)
+def _attend(
+  qs: tuple[Shaped[Array, 't _'], ...],
+  ks: tuple[Shaped[Array, 's _'], ...],
+  v: Shaped[Array, 's v'],
+  scale: float | Array,
+  mask: masks.Mask | None,
+  bias: Float[Array, '#t #s'] | None,
+  queries: Axis,
+  keys: Axis,
+  dropout: Dropout | None,
+  used: Bool[Array, ' s'] | None,
+  *,
+  logit_softcap: float | None,
+  return_weights: bool,
+  return_residual: bool,
+) -> Any:
+  """The same for arguments that fit, compiled: -inf stays inside."""
+  dtype = compute_dtype(None, *qs, *ks, v)
+  allowed = allowed_pairs(mask, bias, queries, keys)
   if allowed is not None:
     used = jnp.any(allowed, axis=0) if used is None else used
     asking = jnp.any(allowed, axis=1)
@@ -170,8 +208,7 @@ def scores(
   scaled = products * jnp.asarray(scale, products.dtype)
   if logit_softcap is None:
     return scaled
-  cap = float(logit_softcap)  # a NumPy float64 would promote
-  return cap * jnp.tanh(scaled / cap)
+  return logit_softcap * jnp.tanh(scaled / logit_softcap)
 
 
 def _softmax(

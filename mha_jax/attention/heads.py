@@ -169,7 +169,7 @@ def _read(
     exact.as_parts(k_BNSK),
     jnp.asarray(v_BNSV),
   )
-  b, h, t, n, s = shapes.check_shapes(qs, ks, v)
+  b, h, t, _, s = shapes.check_shapes(qs, ks, v)
   checks.softcap(logit_softcap)
   check_dropout(dropout)
   dropout = None if dropout is None or dropout.rate == 0 else dropout
@@ -183,7 +183,10 @@ def _read(
     'key_positions': shapes.per_row('key_positions', key_positions, b, s),
     'dropout': None if dropout is None else dropout.per_head(b, h),
   }
-  wanted = {'return_weights': return_weights, 'return_residual': return_residual}
+  wanted = {
+    'return_weights': return_weights,
+    'return_residual': return_residual,
+  }
   asked = tuple(name for name, value in wanted.items() if value)
   softcap = None if logit_softcap is None else float(logit_softcap)
   return _Call(qs, ks, v, scale, extras, dtype, softcap, asked)

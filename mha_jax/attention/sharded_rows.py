@@ -45,10 +45,10 @@ def rows_over_devices(function: Callable[[Any], Any], call: Any) -> Any:
 
 
 def rows_alike(tree: Any) -> Any:
-  """The arrays (b, ...) of a pytree, all sharded over rows as the first that is.
+  """The same arrays (b, ...), all sharded over rows as the first that is.
 
-  Outside of explicit meshes, and where no array is sharded over its rows, they
-  come back as they are.
+  Outside of explicit meshes, and where none is sharded over its rows, they come
+  back as they are.
   """
   return tree if _sharded(tree) is None else _reshard_rows(tree)
 

@@ -18,12 +18,20 @@ import numpy as np
 import oracles
 import pytest
 from absl.testing import parameterized
+from compiling import patched
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from oracles import assert_close, assert_same_bits, booleans, normal
 
-from mha_jax.attention import Dropout, block_pairs, blockwise, exact, masks
+from mha_jax.attention import (
+  Dropout,
+  block_pairs,
+  blockwise,
+  exact,
+  heads,
+  masks,
+)
 from mha_jax.attention import multihead_attention as multihead
 from mha_jax.attention.axes import Axis, Blocks
 
@@ -174,8 +182,8 @@ class ExactTest(oracles.X64TestCase):
 
     sizes = block_pairs.block_sizes.__wrapped__
     self.assertEqual(sizes(600, 700, 2), block_pairs.BlockSizes(256, 256))
-    self.assertTrue(block_pairs.fits_better_alone(600, v))
-    with mock.patch.object(block_pairs, 'block_sizes', sizes):
+    self.assertTrue(block_pairs.fits_better_alone(600, jnp.asarray(v)))
+    with patched(block_pairs, block_sizes=sizes):
       got = grads('blockwise')
     assert_close(got, grads('exact'))
 
@@ -223,9 +231,7 @@ class ExactTest(oracles.X64TestCase):
       def loss(q, k, v):
         return jnp.sum(f(q, k, v) * cotangent)
 
-      with mock.patch.object(
-        block_pairs, 'fits_better_alone', return_value=alone
-      ):
+      with patched(block_pairs, fits_better_alone=lambda *_: alone):
         dropped = jax.jit(functools.partial(f, dropout=dropout))(q, k, v)
         return dropped, jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v)
 
@@ -242,9 +248,7 @@ class ExactTest(oracles.X64TestCase):
         out = multihead(q, k, v, implementation=implementation)
         return jnp.sum(jnp.sin(out))
 
-      with mock.patch.object(
-        block_pairs, 'fits_better_alone', return_value=True
-      ):
+      with patched(block_pairs, fits_better_alone=lambda *_: True):
         return jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v)
 
     assert_close(grads('blockwise'), grads('exact'))
@@ -457,13 +461,10 @@ class PairsTest(parameterized.TestCase):
       jax.debug.callback(lambda count: seen.append(int(count)), pairs.count)
       return whole(*args, pairs=pairs, **options)
 
-    jax.clear_caches()  # what was compiled for such a call was not patched
     x = normal(0, B, 1, 8, K)
     with (
-      mock.patch.object(block_pairs, 'fits_better_alone', return_value=alone),
-      mock.patch.dict(
-        'mha_jax.attention.heads.IMPLEMENTATIONS', blockwise=attend
-      ),
+      mock.patch.dict(heads.IMPLEMENTATIONS, blockwise=attend),
+      patched(block_pairs, fits_better_alone=lambda *_: alone),
     ):
       multihead(x, x, x, mask=masks.lengths([8, 3]), implementation='blockwise')
     jax.effects_barrier()

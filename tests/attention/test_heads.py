@@ -19,6 +19,7 @@ import numpy as np
 import oracles
 import pytest
 from absl.testing import parameterized
+from compiling import patched
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -710,7 +711,7 @@ class InAxesTest(parameterized.TestCase):
       dropout=Dropout(jax.random.key(0), 0.5),
       implementation=implementation,
     )
-    with mock.patch.object(jax, 'vmap', record):
+    with patched(jax, vmap=record):
       jax.eval_shape(f, q, k, v)
     rows, kv_heads, group = (0, 0, 0), (0, 0, 0), (0, None, None)
     wanted = {

@@ -1,0 +1,168 @@
+"""What the core compiles: once, without constants, for any length."""
+
+import functools
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+from absl.testing import parameterized
+from compiling import count_compilations
+from jax import export
+from oracles import assert_close, booleans, normal
+
+import mha_jax
+from mha_jax import linen
+from mha_jax.attention import (
+  GroupedConfig,
+  LatentConfig,
+  Rope,
+  apply,
+  attend,
+  init_cache,
+  init_table,
+  masks,
+  multihead_attention,
+)
+
+FLOAT32 = 1e-5
+
+
+def tensor(seed, *shape):
+  return jnp.asarray(normal(seed, *shape).astype(np.float32))
+
+
+class OnceTest(parameterized.TestCase):
+  @parameterized.parameters('exact', 'blockwise')
+  def test_second_call(self, implementation):
+    """An equal call without jit compiles nothing anew."""
+    q, other = tensor(0, 2, 3, 11, 5), tensor(1, 2, 3, 11, 5)
+    f = functools.partial(
+      multihead_attention,
+      mask=masks.causal() & masks.lengths([3, 7]),
+      scale=0.3,
+      implementation=implementation,
+    )
+    f(q, q, q)
+    with count_compilations() as count:
+      f(other, q, q)
+    self.assertEqual(count(), 0)
+
+  def test_cached_step(self):
+    config = GroupedConfig(15, 3)
+    params = init_table(config.table, jax.random.key(0))
+    cache, x = init_cache(config, 2, 13), tensor(0, 2, 1, 15)
+    step = functools.partial(apply, config, params, mask=masks.causal())
+    _, cache = step(x, cache=cache)
+    with count_compilations() as count:
+      step(x, cache=cache)
+    self.assertEqual(count(), 0)
+
+
+@pytest.mark.usefixtures('full_compile')
+class ConstantsTest(parameterized.TestCase):
+  """XLA's interpreter folded what follows from a mask, for up to a minute."""
+
+  @parameterized.product(
+    implementation=['exact', 'blockwise'], given=['mask', 'bias', 'joined']
+  )
+  def test_nothing_follows_from_a_constant(self, implementation, given):
+    t = 290
+    allowed = jnp.asarray(booleans(0, t, t))
+    options = {
+      'mask': {'mask': allowed},
+      'bias': {'bias': jnp.where(allowed, 0.0, -jnp.inf)},
+      'joined': {'mask': masks.dense(allowed) & masks.lengths([t - 3])},
+    }[given]
+
+    def f(q):
+      return multihead_attention(
+        q, q, q, implementation=implementation, **options
+      )
+
+    program = jax.jit(f).lower(tensor(0, 1, 1, t, 5)).compile().as_text()
+    found = re.findall(r'= (\w+\[[\d,]*\])\S* constant\(\{\.\.\.\}\)', program)
+    wanted = 'f32' if given == 'bias' else 'pred'
+    self.assertLen(found, 1, found)
+    self.assertRegex(found[0], rf'{wanted}\[(1,)*{t},{t}\]')
+
+
+class InfinitiesTest(parameterized.TestCase):
+  @parameterized.parameters('exact', 'blockwise')
+  def test_debug_infs(self, implementation):
+    """Scores of -inf, and queries of nothing, are no result."""
+    q = tensor(0, 2, 3, 11, 5)
+    mask = masks.causal() & masks.lengths([0, 7])
+
+    def loss(q):
+      out = multihead_attention(
+        q, q, q, mask=mask, implementation=implementation
+      )
+      return jnp.sum(out**2)
+
+    with jax.debug_infs(True):
+      jax.grad(loss)(q)
+      loss(q)
+      attend(q[1, 0], q[1, 0], q[1, 0], mask=masks.causal())
+
+
+def grouped_and_latent():
+  for config in (
+    GroupedConfig(16, 4, 2, rope=Rope()),
+    LatentConfig(16, 4, kv_lora_rank=6, qk_rope_head_dim=4),
+  ):
+    params = init_table(config.table, jax.random.key(0))
+    yield functools.partial(apply, config, params, mask=masks.causal())
+
+
+class SymbolicTest(parameterized.TestCase):
+  """Programs for any batch size and length, as `jax.export` makes them."""
+
+  def setUp(self):
+    super().setUp()
+    # A symbolic dimension is no int, which annotations say.
+    jaxtyping.config.update('jaxtyping_disable', True)
+    self.addCleanup(jaxtyping.config.update, 'jaxtyping_disable', False)
+
+  def assert_serves(self, f, *features):
+    b, t = export.symbolic_shape('b, t')
+    exported = export.export(jax.jit(f))(
+      jax.ShapeDtypeStruct((b, t, *features), jnp.float32)
+    )
+    for shape in ((1, 5), (3, 1031)):
+      x = tensor(0, *shape, *features)
+      assert_close(exported.call(x), f(x), FLOAT32)
+
+  def test_dot_product(self):
+    f = functools.partial(
+      mha_jax.dot_product_attention, is_causal=True, local_window_size=(7, 0)
+    )
+    self.assert_serves(lambda x: f(x, x, x), 3, 5)
+
+  def test_layers(self):
+    for f in grouped_and_latent():
+      self.assert_serves(f, 16)
+
+  def test_attention_fn(self):
+    """Within Flax's module, with a mask of Flax's."""
+    module = nn.MultiHeadDotProductAttention(
+      num_heads=4, attention_fn=linen.attention_fn
+    )
+    x = tensor(0, 1, 2, 16)
+    variables = module.init(jax.random.key(0), x)
+    self.assert_serves(
+      lambda x: module.apply(
+        variables, x, mask=nn.make_causal_mask(x[..., 0], dtype=bool)
+      ),
+      16,
+    )
+
+  def test_blocks_say_why_not(self):
+    (t,) = export.symbolic_shape('t')
+    x = jax.ShapeDtypeStruct((1, 2, t, 5), jnp.float32)
+    f = functools.partial(multihead_attention, implementation='blockwise')
+    with self.assertRaisesRegex(ValueError, 'lengths that are known, not t=t'):
+      export.export(jax.jit(lambda x: f(x, x, x)))(x)
