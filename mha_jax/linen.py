@@ -72,7 +72,11 @@ class Parameters(nn.Module):
       flax_arguments.check_axis_names(
         f'{name}_init of {self.name!r}', getattr(value, 'names', None), shape
       )
-      return meta.replace_boxed(value, jnp.reshape(value.unbox(), shape))
+      partitioned = isinstance(value, meta.Partitioned)
+      # The names are those of the real shape: no constraint before.
+      unbox = {'apply_constraint': False} if partitioned else {}
+      box = value.replace_boxed(jnp.reshape(value.unbox(**unbox), shape))
+      return box.replace_boxed(box.unbox())
 
     return init
 
@@ -231,7 +235,16 @@ class _Shell(nn.Module):
       params[name] = Parameters(
         row, initializers, self.param_dtype, name=name
       )()
+    if self.is_initializing():
+      flax_arguments.warn_of_short_names(config.table, self._axis_names())
     return params
+
+  def _axis_names(self) -> dict[str, dict[str, Any]]:
+    """By row and parameter, the names in its box; None: no box, or no names."""
+    return {
+      row: {name: getattr(x, 'names', None) for name, x in parameters.items()}
+      for row, parameters in self.variables['params'].items()
+    }
 
   def _dropout(
     self, deterministic: bool | None, key: jax.Array | None

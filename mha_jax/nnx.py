@@ -85,6 +85,12 @@ class Parameters(nnx.Module):
   def __call__(self) -> dict[str, jax.Array]:
     return {name: getattr(self, name)[...] for name in self.names}
 
+  def metadata(self, key: str) -> dict[str, Any]:
+    """One entry of each parameter's metadata; None where it is not there."""
+    return {
+      name: getattr(self, name).get_metadata(key, None) for name in self.names
+    }
+
 
 class Attention(nnx.Module):
   """Attention of any variant, told by its config.
@@ -165,6 +171,7 @@ class Attention(nnx.Module):
         name, row, initializers, metadata, param_dtype, rngs
       )
       setattr(self, name, parameters)
+    flax_arguments.warn_of_short_names(config.table, self._axis_names())
     keep = keep_rngs and dropout_rate > 0
     self.rngs = rngs.dropout.fork() if keep else None
 
@@ -281,6 +288,12 @@ class Attention(nnx.Module):
   ) -> Cache:
     """An empty cache, see `mha_jax.attention.init_cache`."""
     return init_cache(self.config, batch_size, capacity, dtype, window=window)
+
+  def _axis_names(self) -> dict[str, dict[str, Any]]:
+    """By row and parameter, what its metadata say; None: nothing."""
+    return {
+      row: getattr(self, row).metadata('out_sharding') for row in self.row_names
+    }
 
   def _params(self) -> dict[str, dict[str, jax.Array]]:
     return {name: getattr(self, name)() for name in self.row_names}

@@ -10,6 +10,7 @@ from mha_jax.attention import masks
 from mha_jax.attention.axes import Blocks
 from mha_jax.attention.each import each
 from mha_jax.attention.notation import Array, Bool
+from mha_jax.attention.pytrees import pytree
 
 OF_MASKS = ('mask', 'query_positions', 'key_positions')
 """What a mask is evaluated from."""
@@ -23,8 +24,7 @@ class BlockSizes:
   keys: int
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class BlockPairs:
   """Which blocks of queries meet which blocks of keys, as a list.
 

@@ -27,12 +27,12 @@ from mha_jax.attention import checks
 from mha_jax.attention.config import AttentionConfig
 from mha_jax.attention.dtypes import compute_dtype
 from mha_jax.attention.notation import Array
+from mha_jax.attention.pytrees import pytree
 
 Entries = tuple[Array, ...]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class View:
   """What the queries of a call may attend to.
 
@@ -47,8 +47,7 @@ class View:
   usable: Any  # likewise
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Cache:
   """What all caches share.
 
@@ -106,8 +105,7 @@ class Cache:
     raise NotImplementedError
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class KVCache(Cache):
   """A slot for each position, up to the capacity."""
 
@@ -130,14 +128,12 @@ class KVCache(Cache):
     return dataclasses.replace(self, entries=entries, lengths=lengths), view
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class LatentCache(KVCache):
   """Latents and rotary keys of latent attention: r + p elements a token."""
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class WindowCache(Cache):
   """A ring of `window` slots: position i lies in slot i mod window.
 
@@ -182,8 +178,7 @@ class WindowCache(Cache):
     )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class StaticCache(Cache):
   """The entries of the whole other sequence, for cross-attention.
 
@@ -248,7 +243,14 @@ def check_cache(config: AttentionConfig, cache: Any, batch: int) -> None:
     raise ValueError(
       f'cache={cache!r} must be a cache, as init_cache makes it, or None'
     )
-  got = [(x.shape[0], x.shape[1], x.shape[3]) for x in cache.entries]
+  shapes = [jnp.shape(x) for x in cache.entries]
+  if any(len(shape) != 4 for shape in shapes):
+    raise ValueError(
+      f'cache has entries of shapes {shapes}, which must be (b, heads, slots, '
+      'features); where jax.vmap took b, give it back: jax.tree.map(lambda x: '
+      'x[None], cache)'
+    )
+  got = [(b, heads, features) for b, heads, _, features in shapes]
   wanted = [(batch, *shape) for shape in config.entry_shapes]
   if got != wanted:
     raise ValueError(

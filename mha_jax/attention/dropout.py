@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from mha_jax.attention import checks
 from mha_jax.attention.axes import Axis
 from mha_jax.attention.notation import Array, Bool, Int
+from mha_jax.attention.pytrees import pytree
 
 TILE = 32
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Dropout:
   """Drops each attention weight with probability `rate`, scales the rest.
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from mha_jax.attention import checks
+from mha_jax.attention.pytrees import pytree
 from mha_jax.decoder import DecoderConfig, DecoderLM
 from mha_jax.tasks import Batch, Task
 
@@ -100,8 +101,7 @@ class Experiment:
       )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class TrainState:
   """What changes from step to step."""
 
