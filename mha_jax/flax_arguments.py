@@ -163,7 +163,7 @@ def warn_of_short_names(table: Table, names: Mapping[str, Any]) -> None:
         full = found + (None,) * (len(axes) - len(found))
         short.append(f'{row}.{parameter} ({", ".join(axes)}) gets {full}')
   if short:
-    _warn_once(
+    warn_once(
       'fewer axis names than dimensions, the others get None, as in Flax: '
       f'{"; ".join(short)}. Write these in full, or name what you mean; '
       'out_kernel_init= and out_bias_init= are for out alone'
@@ -171,7 +171,8 @@ def warn_of_short_names(table: Table, names: Mapping[str, Any]) -> None:
 
 
 @functools.cache
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
+  """Warns where the message is new to this process."""
   warnings.warn(message, stacklevel=3)
 
 
