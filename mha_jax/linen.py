@@ -6,10 +6,10 @@
   variables = layer.init(key, x)
   y = layer.apply(variables, x, mask=masks.causal())
 
-`MultiHeadAttention` and `MultiHeadDotProductAttention` are drop-ins for the
-modules of these names in `flax.linen`: the same arguments, the same parameter
-tree, the same initial values. An argument that we do not take says what to use
-instead.
+`MultiHeadAttention`, `MultiHeadDotProductAttention` and `SelfAttention` are
+drop-ins for the modules of these names in `flax.linen`: the same arguments, the
+same parameter tree, the same initial values. An argument that we do not take
+says what to use instead.
 """
 
 from collections.abc import Callable
@@ -43,6 +43,7 @@ __all__ = [
   'MultiHeadDotProductAttention',
   'MultiHeadLatentAttention',
   'MultiQueryAttention',
+  'SelfAttention',
   'attention_fn',
 ]
 
@@ -55,7 +56,8 @@ class Parameters(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self) -> dict[str, jax.Array]:
+  def __call__(self, *inputs: Any) -> dict[str, jax.Array]:
+    flax_arguments.refuse_inputs(inputs)
     return {
       name: self.param(name, self._init(name), shape, self.param_dtype)
       for name, shape in self.row.shapes.items()
@@ -83,6 +85,10 @@ class Parameters(nn.Module):
 
 class _Shell(nn.Module):
   """What all modules do; a subclass has the fields and says its config."""
+
+  def __init_subclass__(cls, **options: Any) -> None:
+    super().__init_subclass__(**options)
+    cls.__init__ = flax_arguments.refuse_unknown(cls.__init__)  # type: ignore
 
   def config_for(
     self, inputs_q: Any, inputs_k: Any, inputs_v: Any
@@ -197,6 +203,7 @@ class _Shell(nn.Module):
     """A config with the sizes that a cache needs, without any inputs."""
     raise NotImplementedError
 
+  @flax_arguments.refuse_unknown
   def init_cache(
     self,
     batch_size: int,
@@ -250,13 +257,14 @@ class _Shell(nn.Module):
     self, deterministic: bool | None, key: jax.Array | None
   ) -> Dropout | None:
     """Dropout with the given key or the module's own; None when it is off."""
-    checks.rate('dropout_rate', self.dropout_rate)
-    if self.dropout_rate == 0 or nn.merge_param(
+    rate = checks.plain(self.dropout_rate)
+    checks.rate('dropout_rate', rate)
+    if rate == 0 or nn.merge_param(
       'deterministic', self.deterministic, deterministic
     ):
       return None
     key = self.make_rng('dropout') if key is None else key
-    return Dropout(key, self.dropout_rate)
+    return Dropout(key, rate)
 
 
 class Attention(_Shell):
@@ -417,6 +425,42 @@ class MultiHeadDotProductAttention(MultiHeadAttention):
   unnamed `nn.MultiHeadDotProductAttention`, `MultiHeadAttention` those of an
   unnamed `nn.MultiHeadAttention`.
   """
+
+
+class SelfAttention(MultiHeadDotProductAttention):
+  """`MultiHeadDotProductAttention` of one sequence, with Flax's arguments.
+
+  The second argument is the mask.
+  """
+
+  def __call__(  # type: ignore[override]
+    self,
+    inputs_q: Any,
+    mask: Any = None,
+    deterministic: bool | None = None,
+    dropout_rng: jax.Array | None = None,
+    sow_weights: bool = False,
+    **options: Any,
+  ) -> Any:
+    """Attends from inputs_q to inputs_q.
+
+    Args:
+      inputs_q: (..., t, d).
+      mask, deterministic, dropout_rng, sow_weights: see
+        `MultiHeadDotProductAttention`, as for **options: input_positions, bias,
+        head_gates, cache, valid.
+
+    Returns:
+      (..., t, out_features); with a cache the pair of it and the new cache.
+    """
+    return super().__call__(
+      inputs_q,
+      mask=mask,
+      deterministic=deterministic,
+      dropout_rng=dropout_rng,
+      sow_weights=sow_weights,
+      **options,
+    )
 
 
 class MultiQueryAttention(GroupedQueryAttention):

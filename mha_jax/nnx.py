@@ -12,6 +12,7 @@ arguments, the same parameter tree, the same initial values. An argument that we
 do not take says what to use instead.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -82,7 +83,8 @@ class Parameters(nnx.Module):
     if 'kernel' in self.names and 'bias' not in self.names:
       self.bias = None  # as in Flax
 
-  def __call__(self) -> dict[str, jax.Array]:
+  def __call__(self, *inputs: Any) -> dict[str, jax.Array]:
+    flax_arguments.refuse_inputs(inputs)
     return {name: getattr(self, name)[...] for name in self.names}
 
   def metadata(self, key: str) -> dict[str, Any]:
@@ -121,6 +123,7 @@ class Attention(nnx.Module):
     ValueError: an option does not fit.
   """
 
+  @flax_arguments.refuse_unknown
   def __init__(
     self,
     config: AttentionConfig,
@@ -143,6 +146,7 @@ class Attention(nnx.Module):
     out_bias_metadata: Metadata = NO_METADATA,
     scale_metadata: Mapping[str, Metadata] = NO_METADATA,
   ):
+    dropout_rate = checks.plain(dropout_rate)
     checks.rate('dropout_rate', dropout_rate)
     if not isinstance(config, AttentionConfig):
       raise ValueError(
@@ -152,6 +156,7 @@ class Attention(nnx.Module):
     self.dtype = dtype
     self.dropout_rate = dropout_rate
     self.deterministic = deterministic
+    self.decode: bool | None = None  # refused at the call, whoever sets it
     self.precision = precision
     self.implementation = implementation
     self.row_names = tuple(config.table)
@@ -226,7 +231,9 @@ class Attention(nnx.Module):
       ValueError: inputs or options do not fit.
     """
     flax_arguments.refuse(
-      decode=decode, out_sharding=out_sharding, qkv_sharding=qkv_sharding
+      decode=self.decode if decode is None else decode,
+      out_sharding=out_sharding,
+      qkv_sharding=qkv_sharding,
     )
     mask = masks.from_numbers(mask)
     if is_causal:
@@ -278,6 +285,7 @@ class Attention(nnx.Module):
       precision=self.precision,
     )
 
+  @flax_arguments.refuse_unknown
   def init_cache(
     self,
     batch_size: int,
@@ -299,14 +307,20 @@ class Attention(nnx.Module):
     return {name: getattr(self, name)() for name in self.row_names}
 
   def set_view(
-    self, deterministic: bool | None = None, decode: bool | None = None
+    self,
+    deterministic: bool | None = None,
+    decode: bool | None = None,
+    batch_size: Any = None,
+    max_length: int | None = None,
   ) -> None:
     """What `nnx.view` sets.
 
     Args:
       deterministic: whether dropout is off.
       decode: not taken; False is as it is.
+      batch_size, max_length: of Flax's cache; ignored.
     """
+    del batch_size, max_length
     flax_arguments.refuse(decode=decode)
     if deterministic is not None:
       self.deterministic = deterministic
@@ -365,6 +379,7 @@ class GroupedQueryAttention(Attention):
 
   kind = 'gqa'
 
+  @flax_arguments.refuse_unknown
   def __init__(
     self,
     num_heads: int,
@@ -509,6 +524,7 @@ class MultiHeadLatentAttention(Attention):
     **shared: further arguments of `Attention`.
   """
 
+  @functools.partial(flax_arguments.refuse_unknown, others=Attention.__init__)
   def __init__(
     self,
     num_heads: int,

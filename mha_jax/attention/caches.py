@@ -217,13 +217,21 @@ def init_cache(
     ValueError: both or neither of capacity and window are given, or a size is
       not positive.
   """
+  if isinstance(batch_size, tuple | list):
+    *batch, t, _ = (1, 1, *batch_size)
+    raise ValueError(
+      f"batch_size={batch_size!r} is a shape, as Flax's init_cache takes it; "
+      f'write cache = init_cache({math.prod(batch)}, {t}) for so many rows and '
+      'tokens, and pass it as cache='
+    )
   if (capacity is None) == (window is None):
     raise ValueError(
       f'capacity={capacity} and window={window}: give one of the two, the '
       'tokens that a row can hold or how far back it sees'
     )
+  batch_size = checks.plain(batch_size)
   checks.positive('batch_size', batch_size)
-  slots = capacity if window is None else window
+  slots = checks.plain(capacity if window is None else window)
   checks.positive('capacity' if window is None else 'window', slots)
   dtype = compute_dtype(dtype)
   if window is not None:

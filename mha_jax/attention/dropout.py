@@ -37,8 +37,9 @@ class Dropout:
   rate: float = dataclasses.field(metadata={'static': True})
 
   def __post_init__(self) -> None:
-    checks.rate('dropout rate', self.rate)
-    object.__setattr__(self, 'rate', float(self.rate))
+    rate = checks.plain(self.rate)
+    checks.rate('dropout rate', rate)
+    object.__setattr__(self, 'rate', float(rate))
 
   def per_head(self, b: int, h: int) -> 'Dropout':
     """An independent key for each of b batch rows and h heads."""

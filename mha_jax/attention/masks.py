@@ -217,7 +217,7 @@ def window(left: Any, right: Any) -> Mask:
   """
   for name, side in (('left', left), ('right', right)):
     if side is not None:
-      checks.whole(name, side, 0, 2**31 - 1)
+      checks.whole(name, checks.plain(side), 0, 2**31 - 1)
   return Window(*(None if x is None else int(x) for x in (left, right)))
 
 
