@@ -18,6 +18,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.core import meta
 
 from mha_jax import flax_arguments
@@ -218,13 +219,15 @@ class _Shell(nn.Module):
     )
 
   def _as_stored(self, inputs: Any, *rows: str) -> Any:
-    """An array as wide as the first of these rows takes; without any, inputs.
+    """Inputs as wide as the first of these rows takes; without any, inputs.
 
     For sizes that other inputs would tell.
     """
     stored = nn.meta.unbox(self.variables.get('params', {}))
     kernels = [stored[row]['kernel'] for row in rows if row in stored]
-    return jnp.zeros((1, kernels[0].shape[0])) if kernels else inputs
+    if not kernels:
+      return inputs
+    return jnp.zeros((*[1] * (np.ndim(inputs) - 1), kernels[0].shape[0]))
 
   @nn.compact
   def _params(self, config: AttentionConfig) -> dict[str, dict[str, jax.Array]]:

@@ -19,8 +19,10 @@ def check_no_mask(inputs_q: Any, inputs_k: Any, inputs_v: Any) -> None:
       continue
     ours = isinstance(x, masks.Mask) or callable(x)
     booleans = getattr(x, 'dtype', None) == jnp.bool_
-    if ours or booleans or np.ndim(x) == np.ndim(inputs_q) + 1:
-      what = x if ours else f'an array of shape {np.shape(x)}'
+    shape, queries = np.shape(x), np.shape(inputs_q)
+    heads = len(shape) == len(queries) + 1 > 2  # (..., h, t, s)
+    if ours or booleans or (heads and shape[-2] in (1, queries[-2])):
+      what = x if ours else f'an array of shape {shape}'
       raise ValueError(
         f'{name}={what} looks like a mask, but keys and values come after '
         'inputs_q; write mask='
