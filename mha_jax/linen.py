@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.core import meta
 
-from mha_jax import flax_arguments
+from mha_jax import axis_names, flax_arguments
 from mha_jax.attention import (
   AttentionConfig,
   Dropout,
@@ -35,7 +35,12 @@ from mha_jax.attention import (
   variants,
 )
 from mha_jax.attention.caches import Cache
-from mha_jax.attention.projections import INITIALIZERS, Initializer, Row
+from mha_jax.attention.projections import (
+  INITIALIZERS,
+  Initializer,
+  Row,
+  Table,
+)
 
 __all__ = [
   'Attention',
@@ -72,7 +77,7 @@ class Parameters(nn.Module):
       value = self.initializers[name](key, flat, dtype)
       if not isinstance(value, meta.AxisMetadata):
         return jnp.reshape(value, shape)
-      flax_arguments.check_axis_names(
+      axis_names.check(
         f'{name}_init of {self.name!r}', getattr(value, 'names', None), shape
       )
       partitioned = isinstance(value, meta.Partitioned)
@@ -246,14 +251,15 @@ class _Shell(nn.Module):
         row, initializers, self.param_dtype, name=name
       )()
     if self.is_initializing():
-      flax_arguments.warn_of_short_names(config.table, self._axis_names())
+      axis_names.warn_of_short(config.table, self._axis_names(config.table))
     return params
 
-  def _axis_names(self) -> dict[str, dict[str, Any]]:
+  def _axis_names(self, table: Table) -> dict[str, dict[str, Any]]:
     """By row and parameter, the names in its box; None: no box, or no names."""
+    made = self.variables['params']
     return {
-      row: {name: getattr(x, 'names', None) for name, x in parameters.items()}
-      for row, parameters in self.variables['params'].items()
+      row: {name: getattr(x, 'names', None) for name, x in made[row].items()}
+      for row in table
     }
 
   def _dropout(

@@ -24,7 +24,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from flax.nnx.variablelib import VariableMetadata
 
-from mha_jax import flax_arguments
+from mha_jax import axis_names, flax_arguments
 from mha_jax.attention import (
   AttentionConfig,
   Dropout,
@@ -70,12 +70,12 @@ class Parameters(nnx.Module):
     for parameter, shape in row.shapes.items():
       label = f'{parameter} of {name!r}'
       given = metadata.get(parameter, {})
-      flax_arguments.check_axis_names(label, given.get('out_sharding'), shape)
+      axis_names.check(label, given.get('out_sharding'), shape)
       flat = row.init_shapes[parameter]
       value = initializers[parameter](rngs.params(), flat, param_dtype)
       if isinstance(value, VariableMetadata):
         axes = value.metadata.get('out_sharding')
-        flax_arguments.check_axis_names(label, axes, shape)
+        axis_names.check(label, axes, shape)
         value.raw_value = jnp.reshape(value.raw_value, shape)
       else:
         value = jnp.reshape(value, shape)
@@ -176,7 +176,7 @@ class Attention(nnx.Module):
         name, row, initializers, metadata, param_dtype, rngs
       )
       setattr(self, name, parameters)
-    flax_arguments.warn_of_short_names(config.table, self._axis_names())
+    axis_names.warn_of_short(config.table, self._axis_names())
     keep = keep_rngs and dropout_rate > 0
     self.rngs = rngs.dropout.fork() if keep else None
 

@@ -18,7 +18,7 @@ from oracles import assert_same_bits, normal
 
 import mha_jax.linen
 import mha_jax.nnx
-from mha_jax import flax_arguments
+from mha_jax import axis_names
 from mha_jax.attention import GroupedConfig
 
 B, T, D, H = 2, 5, 6, 3
@@ -44,7 +44,7 @@ def mesh():
 
 def caught(function):
   """What a function returns, and the warnings that it gives."""
-  flax_arguments.warn_once.cache_clear()
+  axis_names.warn_once.cache_clear()
   with warnings.catch_warnings(record=True) as found:
     warnings.simplefilter('always')
     result = function()
@@ -151,6 +151,24 @@ class LinenTest(parameterized.TestCase):
       r"kernel_init of 'query': 4 axis names \('a', .*\(6, 3, 2\); give one",
     ):
       boxes(mha_jax.linen, 'partitioned', names)
+
+  def test_beside_others(self):
+    """A subclass has parameters of its own, and submodules."""
+
+    class Gated(mha_jax.linen.MultiHeadAttention):
+      @nn.compact
+      def __call__(self, x, **options):
+        gate = nn.Dense(1, name='gate')(x)
+        scale = self.param('scale', nn.initializers.ones, (1, 1, 1))
+        return gate * scale * super().__call__(x, **options)
+
+    init = nn.with_partitioning(nn.initializers.ones, NAMES['lm1b'])
+    module = Gated(H, kernel_init=init)
+    params, messages = caught(
+      lambda: jax.eval_shape(module.init, jax.random.key(0), X)['params']
+    )
+    self.assertLen(messages, 1)
+    self.assertContainsSubset({'gate', 'scale', 'query', 'out'}, params)
 
   def test_latent(self):
     """Kernels of two dimensions have two names, the others are told."""

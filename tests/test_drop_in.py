@@ -388,6 +388,8 @@ class NumbersTest(parameterized.TestCase):
     three, one = jnp.int32(3), np.array(1)
     config = GroupedConfig(jnp.int32(D), three, one)
     self.assertEqual(config, GroupedConfig(D, 3, 1))
+    plain = GroupedConfig(D, H, use_bias=jnp.bool_(False))
+    self.assertIs(plain.use_bias, False)
     module = mha_jax.linen.MultiHeadAttention(three, num_kv_heads=three)
     shapes = jax.eval_shape(module.init, jax.random.key(0), X)
     self.assertEqual(shapes['params']['query']['kernel'].shape, (D, 3, 2))

@@ -18,6 +18,7 @@ CORE = sorted(
 HEAVY = ('matplotlib', 'orbax', 'optax', 'ml_collections', 'rich', 'torch')
 SHARED = (
   'mha_jax',
+  'mha_jax.axis_names',
   'mha_jax.flax_arguments',
   'mha_jax.flax_serialization',
 )
@@ -110,7 +111,11 @@ class DirectionTest(parameterized.TestCase):
         )
 
   @parameterized.parameters(
-    'linen.py', 'nnx.py', 'flax_arguments.py', 'flax_serialization.py'
+    'linen.py',
+    'nnx.py',
+    'axis_names.py',
+    'flax_arguments.py',
+    'flax_serialization.py',
   )
   def test_shells_import_the_core_only(self, name):
     """A front end knows attention and Flax, nothing above, not the other."""

@@ -27,7 +27,7 @@ def pytree(cls: type[T]) -> type[T]:
     jax.tree_util.register_dataclass(cls),
     serialized_name=f'mha_jax.{cls.__name__}',
     serialize_auxdata=lambda static: json.dumps(static).encode(),
-    deserialize_auxdata=lambda text: tuple(json.loads(text)),
+    deserialize_auxdata=json.loads,
   )
   return cls
 
