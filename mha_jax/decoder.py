@@ -113,6 +113,7 @@ class DecoderConfig:
   dtype: str = 'float32'
 
   def __post_init__(self) -> None:
+    checks.plain_fields(self)
     for name in ('vocab_size', 'max_len', 'd_model', 'num_layers'):
       checks.positive(name, getattr(self, name))
     for name in BY_LAYER:

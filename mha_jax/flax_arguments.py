@@ -1,14 +1,18 @@
 """What the two front ends share: a module's arguments, and attention_fn."""
 
-from collections.abc import Mapping
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mha_jax.attention import Dropout, batching, checks, masks
+import mha_jax.flax_serialization  # noqa: F401  registers caches and masks
+from mha_jax.attention import Dropout, batching, calls, checks, masks
 from mha_jax.attention.dot_product import dot_product_attention
 from mha_jax.attention.dtypes import compute_dtype, matmul_precision
 from mha_jax.attention.projections import Initializer, Row
@@ -44,6 +48,31 @@ REPLACEMENTS: Mapping[str, str] = MappingProxyType(
 """Flax's arguments that are not taken, and what to use instead."""
 
 
+_GROUPED = 'GroupedQueryAttention has it; for latent attention '
+_INPUTS = 'the inputs, or config=, tell it'
+_LATENT = 'MultiHeadLatentAttention has it'
+OF_OTHERS: Mapping[str, str] = MappingProxyType(
+  {
+    'num_kv_heads': f'{_GROUPED}write kv_lora_rank=, of the shared latent',
+    'head_dim': f'{_GROUPED}write qk_nope_head_dim= and qk_rope_head_dim=',
+    'qkv_features': f'{_GROUPED}write qk_nope_head_dim=, of one head',
+    'normalize_qk': f'{_GROUPED}leave it out: the latents are normalised',
+    'broadcast_dropout': 'leave it out: dropout is drawn for each weight',
+    'force_fp32_for_softmax': 'leave it out: softmax is in float32 at least',
+    'kv_lora_rank': _LATENT,
+    'q_lora_rank': _LATENT,
+    'qk_nope_head_dim': _LATENT,
+    'qk_rope_head_dim': _LATENT,
+    'in_features': _INPUTS,
+    'in_kv_features': _INPUTS,
+    'input_shape': 'write batch_size= and capacity=, its rows and tokens',
+  }
+)
+"""Arguments of another module than the one that they were given to."""
+
+Method = TypeVar('Method', bound=Callable[..., Any])
+
+
 def refuse(
   same: Mapping[str, tuple[Any, ...]] = MappingProxyType({}), **arguments: Any
 ) -> None:
@@ -63,13 +92,58 @@ def refuse(
     raise ValueError(f'{name}={what} is not taken; {REPLACEMENTS[name]}')
 
 
+def refuse_unknown(
+  method: Method, others: Callable[..., Any] | None = None
+) -> Method:
+  """Answers arguments that a method does not have by a ValueError.
+
+  It says what to write, where Python's TypeError would only name the argument.
+
+  Args:
+    method: `__init__`, say.
+    others: the method that its **options go to; None: it has none.
+  """
+  known: dict[str, None] = {}
+  for function in (method,) if others is None else (method, others):
+    parameters = inspect.signature(function).parameters.values()
+    known |= {x.name: None for x in parameters if x.kind != x.VAR_KEYWORD}
+  hidden = ('self', 'parent', 'name', *(['config'] if others else []))
+  names = [name for name in known if name not in hidden]
+
+  @functools.wraps(method)
+  def checked(self: Any, *args: Any, **options: Any) -> Any:
+    for name in options:
+      if name not in known:
+        near = difflib.get_close_matches(name, names, n=1)
+        remedy = REPLACEMENTS.get(name) or OF_OTHERS.get(name)
+        where = f'{type(self).__name__}.{method.__name__}'
+        raise ValueError(
+          f'{name}={options[name]!r} is no argument of '
+          f'{where.removesuffix(".__init__")}; '
+          + (remedy or f'write {"=, ".join(near or names)}=')
+        )
+    return method(self, *args, **options)
+
+  return checked  # type: ignore[return-value]
+
+
+def refuse_inputs(inputs: Any) -> None:
+  """Raises a ValueError where a submodule of parameters is given inputs."""
+  if inputs:
+    raise ValueError(
+      'submodules own parameters and compute nothing; for layer.query(x) write '
+      "layer.config.table['query'].apply(layer.query(), x), which is heads "
+      'first, (b, h, t, k)'
+    )
+
+
 def kind_of(kind: str, num_heads: int, num_kv_heads: int | None) -> str:
   """The variant that a module of the grouped family is.
 
   `MultiHeadAttention` takes num_kv_heads as `flax.nnx.MultiHeadAttention` does,
   and is then grouped.
   """
-  own = num_kv_heads in (None, num_heads)
+  own = checks.plain(num_kv_heads) in (None, checks.plain(num_heads))
   return 'gqa' if kind == 'mha' and not own else kind
 
 
@@ -77,8 +151,9 @@ def widths(inputs_q: Any, inputs_k: Any, inputs_v: Any) -> tuple[int, int, int]:
   """The features of a module's inputs, where None stands for the one before.
 
   Raises:
-    ValueError: an input has fewer than two dimensions.
+    ValueError: an input has fewer than two dimensions, or is a mask.
   """
+  calls.check_no_mask(inputs_q, inputs_k, inputs_v)
   inputs_k = inputs_q if inputs_k is None else inputs_k
   inputs_v = inputs_k if inputs_v is None else inputs_v
   found = []
@@ -100,6 +175,9 @@ def head_dim_of(
   Raises:
     ValueError: they contradict each other or do not divide.
   """
+  num_heads, qkv_features, head_dim = map(
+    checks.plain, (num_heads, qkv_features, head_dim)
+  )
   checks.positive('num_heads', num_heads)
   if qkv_features is None:
     return head_dim
@@ -128,16 +206,6 @@ def initializers_for(
     kernel_init = out_kernel_init or kernel_init
     bias_init = out_bias_init or bias_init
   return {**row.initializers, 'kernel': kernel_init, 'bias': bias_init}
-
-
-def check_axis_names(name: str, names: Any, shape: tuple[int, ...]) -> None:
-  """Raises a ValueError unless a tuple has one axis name per dimension."""
-  if isinstance(names, tuple | list) and len(names) != len(shape):
-    raise ValueError(
-      f'{name}: {len(names)} axis names {tuple(names)} for a parameter of '
-      f'shape {shape}; give one per dimension, or none and take them from '
-      'config.table[...].logical_axes'
-    )
 
 
 def attention(
@@ -179,6 +247,7 @@ def attention(
   """
   q, k, v = (jnp.asarray(x) for x in (query, key, value))
   dtype = compute_dtype(dtype, q, k, v)
+  dropout_rate = checks.plain(dropout_rate)
   checks.rate('dropout_rate', dropout_rate)
   dropout = None
   if dropout_rate > 0 and not deterministic:

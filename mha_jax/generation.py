@@ -90,6 +90,9 @@ def generate(
   if vocab_size is not None and not isinstance(prompts, jax.core.Tracer):
     tokens = np.asarray(prompts)[np.arange(t) < lengths[:, None]]
     checks.known_range('prompts', tokens, 0, vocab_size - 1)
+  max_new_tokens, temperature, top_k, top_p, capacity = map(
+    checks.plain, (max_new_tokens, temperature, top_k, top_p, capacity)
+  )
   checks.positive('max_new_tokens', max_new_tokens)
   checks.real('temperature', temperature, 0, 1e6)
   if top_k is not None:

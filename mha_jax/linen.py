@@ -6,10 +6,10 @@
   variables = layer.init(key, x)
   y = layer.apply(variables, x, mask=masks.causal())
 
-`MultiHeadAttention` and `MultiHeadDotProductAttention` are drop-ins for the
-modules of these names in `flax.linen`: the same arguments, the same parameter
-tree, the same initial values. An argument that we do not take says what to use
-instead.
+`MultiHeadAttention`, `MultiHeadDotProductAttention` and `SelfAttention` are
+drop-ins for the modules of these names in `flax.linen`: the same arguments, the
+same parameter tree, the same initial values. An argument that we do not take
+says what to use instead.
 """
 
 from collections.abc import Callable
@@ -18,9 +18,10 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.core import meta
 
-from mha_jax import flax_arguments
+from mha_jax import axis_names, flax_arguments
 from mha_jax.attention import (
   AttentionConfig,
   Dropout,
@@ -34,7 +35,12 @@ from mha_jax.attention import (
   variants,
 )
 from mha_jax.attention.caches import Cache
-from mha_jax.attention.projections import INITIALIZERS, Initializer, Row
+from mha_jax.attention.projections import (
+  INITIALIZERS,
+  Initializer,
+  Row,
+  Table,
+)
 
 __all__ = [
   'Attention',
@@ -43,6 +49,7 @@ __all__ = [
   'MultiHeadDotProductAttention',
   'MultiHeadLatentAttention',
   'MultiQueryAttention',
+  'SelfAttention',
   'attention_fn',
 ]
 
@@ -55,7 +62,8 @@ class Parameters(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self) -> dict[str, jax.Array]:
+  def __call__(self, *inputs: Any) -> dict[str, jax.Array]:
+    flax_arguments.refuse_inputs(inputs)
     return {
       name: self.param(name, self._init(name), shape, self.param_dtype)
       for name, shape in self.row.shapes.items()
@@ -69,16 +77,24 @@ class Parameters(nn.Module):
       value = self.initializers[name](key, flat, dtype)
       if not isinstance(value, meta.AxisMetadata):
         return jnp.reshape(value, shape)
-      flax_arguments.check_axis_names(
+      axis_names.check(
         f'{name}_init of {self.name!r}', getattr(value, 'names', None), shape
       )
-      return meta.replace_boxed(value, jnp.reshape(value.unbox(), shape))
+      partitioned = isinstance(value, meta.Partitioned)
+      # The names are those of the real shape: no constraint before.
+      unbox = {'apply_constraint': False} if partitioned else {}
+      box = value.replace_boxed(jnp.reshape(value.unbox(**unbox), shape))
+      return box.replace_boxed(box.unbox())
 
     return init
 
 
 class _Shell(nn.Module):
   """What all modules do; a subclass has the fields and says its config."""
+
+  def __init_subclass__(cls, **options: Any) -> None:
+    super().__init_subclass__(**options)
+    cls.__init__ = flax_arguments.refuse_unknown(cls.__init__)  # type: ignore
 
   def config_for(
     self, inputs_q: Any, inputs_k: Any, inputs_v: Any
@@ -193,6 +209,7 @@ class _Shell(nn.Module):
     """A config with the sizes that a cache needs, without any inputs."""
     raise NotImplementedError
 
+  @flax_arguments.refuse_unknown
   def init_cache(
     self,
     batch_size: int,
@@ -207,13 +224,15 @@ class _Shell(nn.Module):
     )
 
   def _as_stored(self, inputs: Any, *rows: str) -> Any:
-    """An array as wide as the first of these rows takes; without any, inputs.
+    """Inputs as wide as the first of these rows takes; without any, inputs.
 
     For sizes that other inputs would tell.
     """
     stored = nn.meta.unbox(self.variables.get('params', {}))
     kernels = [stored[row]['kernel'] for row in rows if row in stored]
-    return jnp.zeros((1, kernels[0].shape[0])) if kernels else inputs
+    if not kernels:
+      return inputs
+    return jnp.zeros((*[1] * (np.ndim(inputs) - 1), kernels[0].shape[0]))
 
   @nn.compact
   def _params(self, config: AttentionConfig) -> dict[str, dict[str, jax.Array]]:
@@ -231,19 +250,30 @@ class _Shell(nn.Module):
       params[name] = Parameters(
         row, initializers, self.param_dtype, name=name
       )()
+    if self.is_initializing():
+      axis_names.warn_of_short(config.table, self._axis_names(config.table))
     return params
+
+  def _axis_names(self, table: Table) -> dict[str, dict[str, Any]]:
+    """By row and parameter, the names in its box; None: no box, or no names."""
+    made = self.variables['params']
+    return {
+      row: {name: getattr(x, 'names', None) for name, x in made[row].items()}
+      for row in table
+    }
 
   def _dropout(
     self, deterministic: bool | None, key: jax.Array | None
   ) -> Dropout | None:
     """Dropout with the given key or the module's own; None when it is off."""
-    checks.rate('dropout_rate', self.dropout_rate)
-    if self.dropout_rate == 0 or nn.merge_param(
+    rate = checks.plain(self.dropout_rate)
+    checks.rate('dropout_rate', rate)
+    if rate == 0 or nn.merge_param(
       'deterministic', self.deterministic, deterministic
     ):
       return None
     key = self.make_rng('dropout') if key is None else key
-    return Dropout(key, self.dropout_rate)
+    return Dropout(key, rate)
 
 
 class Attention(_Shell):
@@ -404,6 +434,42 @@ class MultiHeadDotProductAttention(MultiHeadAttention):
   unnamed `nn.MultiHeadDotProductAttention`, `MultiHeadAttention` those of an
   unnamed `nn.MultiHeadAttention`.
   """
+
+
+class SelfAttention(MultiHeadDotProductAttention):
+  """`MultiHeadDotProductAttention` of one sequence, with Flax's arguments.
+
+  The second argument is the mask.
+  """
+
+  def __call__(  # type: ignore[override]
+    self,
+    inputs_q: Any,
+    mask: Any = None,
+    deterministic: bool | None = None,
+    dropout_rng: jax.Array | None = None,
+    sow_weights: bool = False,
+    **options: Any,
+  ) -> Any:
+    """Attends from inputs_q to inputs_q.
+
+    Args:
+      inputs_q: (..., t, d).
+      mask, deterministic, dropout_rng, sow_weights: see
+        `MultiHeadDotProductAttention`, as for **options: input_positions, bias,
+        head_gates, cache, valid.
+
+    Returns:
+      (..., t, out_features); with a cache the pair of it and the new cache.
+    """
+    return super().__call__(
+      inputs_q,
+      mask=mask,
+      deterministic=deterministic,
+      dropout_rng=dropout_rng,
+      sow_weights=sow_weights,
+      **options,
+    )
 
 
 class MultiQueryAttention(GroupedQueryAttention):

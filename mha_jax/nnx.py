@@ -12,6 +12,7 @@ arguments, the same parameter tree, the same initial values. An argument that we
 do not take says what to use instead.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -23,7 +24,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from flax.nnx.variablelib import VariableMetadata
 
-from mha_jax import flax_arguments
+from mha_jax import axis_names, flax_arguments
 from mha_jax.attention import (
   AttentionConfig,
   Dropout,
@@ -69,12 +70,12 @@ class Parameters(nnx.Module):
     for parameter, shape in row.shapes.items():
       label = f'{parameter} of {name!r}'
       given = metadata.get(parameter, {})
-      flax_arguments.check_axis_names(label, given.get('out_sharding'), shape)
+      axis_names.check(label, given.get('out_sharding'), shape)
       flat = row.init_shapes[parameter]
       value = initializers[parameter](rngs.params(), flat, param_dtype)
       if isinstance(value, VariableMetadata):
         axes = value.metadata.get('out_sharding')
-        flax_arguments.check_axis_names(label, axes, shape)
+        axis_names.check(label, axes, shape)
         value.raw_value = jnp.reshape(value.raw_value, shape)
       else:
         value = jnp.reshape(value, shape)
@@ -82,8 +83,15 @@ class Parameters(nnx.Module):
     if 'kernel' in self.names and 'bias' not in self.names:
       self.bias = None  # as in Flax
 
-  def __call__(self) -> dict[str, jax.Array]:
+  def __call__(self, *inputs: Any) -> dict[str, jax.Array]:
+    flax_arguments.refuse_inputs(inputs)
     return {name: getattr(self, name)[...] for name in self.names}
+
+  def metadata(self, key: str) -> dict[str, Any]:
+    """One entry of each parameter's metadata; None where it is not there."""
+    return {
+      name: getattr(self, name).get_metadata(key, None) for name in self.names
+    }
 
 
 class Attention(nnx.Module):
@@ -115,6 +123,7 @@ class Attention(nnx.Module):
     ValueError: an option does not fit.
   """
 
+  @flax_arguments.refuse_unknown
   def __init__(
     self,
     config: AttentionConfig,
@@ -137,6 +146,7 @@ class Attention(nnx.Module):
     out_bias_metadata: Metadata = NO_METADATA,
     scale_metadata: Mapping[str, Metadata] = NO_METADATA,
   ):
+    dropout_rate = checks.plain(dropout_rate)
     checks.rate('dropout_rate', dropout_rate)
     if not isinstance(config, AttentionConfig):
       raise ValueError(
@@ -146,6 +156,7 @@ class Attention(nnx.Module):
     self.dtype = dtype
     self.dropout_rate = dropout_rate
     self.deterministic = deterministic
+    self.decode: bool | None = None  # refused at the call, whoever sets it
     self.precision = precision
     self.implementation = implementation
     self.row_names = tuple(config.table)
@@ -165,6 +176,7 @@ class Attention(nnx.Module):
         name, row, initializers, metadata, param_dtype, rngs
       )
       setattr(self, name, parameters)
+    axis_names.warn_of_short(config.table, self._axis_names())
     keep = keep_rngs and dropout_rate > 0
     self.rngs = rngs.dropout.fork() if keep else None
 
@@ -219,7 +231,9 @@ class Attention(nnx.Module):
       ValueError: inputs or options do not fit.
     """
     flax_arguments.refuse(
-      decode=decode, out_sharding=out_sharding, qkv_sharding=qkv_sharding
+      decode=self.decode if decode is None else decode,
+      out_sharding=out_sharding,
+      qkv_sharding=qkv_sharding,
     )
     mask = masks.from_numbers(mask)
     if is_causal:
@@ -271,6 +285,7 @@ class Attention(nnx.Module):
       precision=self.precision,
     )
 
+  @flax_arguments.refuse_unknown
   def init_cache(
     self,
     batch_size: int,
@@ -282,18 +297,30 @@ class Attention(nnx.Module):
     """An empty cache, see `mha_jax.attention.init_cache`."""
     return init_cache(self.config, batch_size, capacity, dtype, window=window)
 
+  def _axis_names(self) -> dict[str, dict[str, Any]]:
+    """By row and parameter, what its metadata say; None: nothing."""
+    return {
+      row: getattr(self, row).metadata('out_sharding') for row in self.row_names
+    }
+
   def _params(self) -> dict[str, dict[str, jax.Array]]:
     return {name: getattr(self, name)() for name in self.row_names}
 
   def set_view(
-    self, deterministic: bool | None = None, decode: bool | None = None
+    self,
+    deterministic: bool | None = None,
+    decode: bool | None = None,
+    batch_size: Any = None,
+    max_length: int | None = None,
   ) -> None:
     """What `nnx.view` sets.
 
     Args:
       deterministic: whether dropout is off.
       decode: not taken; False is as it is.
+      batch_size, max_length: of Flax's cache; ignored.
     """
+    del batch_size, max_length
     flax_arguments.refuse(decode=decode)
     if deterministic is not None:
       self.deterministic = deterministic
@@ -352,6 +379,7 @@ class GroupedQueryAttention(Attention):
 
   kind = 'gqa'
 
+  @flax_arguments.refuse_unknown
   def __init__(
     self,
     num_heads: int,
@@ -496,6 +524,7 @@ class MultiHeadLatentAttention(Attention):
     **shared: further arguments of `Attention`.
   """
 
+  @functools.partial(flax_arguments.refuse_unknown, others=Attention.__init__)
   def __init__(
     self,
     num_heads: int,

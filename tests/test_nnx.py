@@ -701,30 +701,24 @@ class MetadataTest(parameterized.TestCase):
     self.assertEqual(module.value.kernel[...].sharding.spec, jax.P(*names))
     self.assertNotIn('out_sharding', module.value.bias.get_metadata())
 
-  def test_a_short_spec(self):
-    """A PartitionSpec may leave out trailing dimensions, as in Flax."""
-    options = {'kernel_metadata': {'out_sharding': jax.P('embed')}}
-    got = self.metadata(mha.MultiHeadAttention, **options)
-    self.assertEqual(got, self.metadata(nnx.MultiHeadAttention, **options))
-
   @parameterized.parameters(
-    ({'kernel_metadata': {'out_sharding': ('a', 'b')}}, "kernel of 'query'", 2),
+    ({'kernel_metadata': {'out_sharding': 4 * ('a',)}}, "of 'query'", 4),
     ({'kernel_metadata': {'out_sharding': 4 * (None,)}}, 'kernel of', 4),
-    ({'bias_metadata': {'out_sharding': ('heads',)}}, "bias of 'query'", 1),
-    ({'out_kernel_metadata': {'out_sharding': BIAS}}, "kernel of 'out'", 2),
+    ({'bias_metadata': {'out_sharding': KERNEL}}, "bias of 'query'", 3),
+    ({'out_bias_metadata': {'out_sharding': BIAS}}, "bias of 'out'", 2),
     ({'key_ln_scale_metadata': {'out_sharding': BIAS}}, "of 'key_ln'", 2),
     (
       {
         'out_kernel_init': nnx.with_partitioning(
-          nnx.initializers.lecun_normal(), BIAS
+          nnx.initializers.lecun_normal(), jax.P(*KERNEL, None)
         )
       },
       "kernel of 'out'",
-      2,
+      4,
     ),
   )
   def test_wrong_number(self, options, name, count):
-    """A wrong number of axis names: the parameter, its shape, the remedy.
+    """Too many axis names: the parameter, its shape, the remedy.
 
     Also where Flax would ask for a mesh before it looks at the names.
     """

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from mha_jax.attention.notation import Array, Bool, Int
+from mha_jax.attention.pytrees import pytree
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Axis:
   """The tokens along one axis of the scores, or a part of them.
 
@@ -49,8 +49,7 @@ class Axis:
     return jax.lax.dynamic_update_slice_in_dim(x, part, self.begin, 0)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Blocks:
   """An axis in blocks of equal size; the last one may be short.
 

@@ -10,6 +10,7 @@ from mha_jax.attention import masks
 from mha_jax.attention.axes import Blocks
 from mha_jax.attention.each import each
 from mha_jax.attention.notation import Array, Bool
+from mha_jax.attention.pytrees import pytree
 from mha_jax.attention.sharded_rows import in_shard_map
 
 OF_MASKS = ('mask', 'query_positions', 'key_positions')
@@ -24,8 +25,7 @@ class BlockSizes:
   keys: int
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class BlockPairs:
   """Which blocks of queries meet which blocks of keys, as a list.
 

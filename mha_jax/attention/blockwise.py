@@ -32,6 +32,7 @@ from mha_jax.attention.dropout import Dropout
 from mha_jax.attention.dtypes import compute_dtype, wide_dtype
 from mha_jax.attention.notation import Array, Bool, Float, Parts
 from mha_jax.attention.once import once
+from mha_jax.attention.pytrees import pytree
 from mha_jax.attention.sharded_rows import in_shard_map
 
 
@@ -45,8 +46,7 @@ class _Options:
   precision: Any  # of products, as it was set for the forward pass
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class _Inputs:
   """What has a gradient."""
 
@@ -57,8 +57,7 @@ class _Inputs:
   scale: Any  # ()
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class _Terms:
   """What has none."""
 

@@ -27,13 +27,13 @@ from mha_jax.attention import checks
 from mha_jax.attention.config import AttentionConfig
 from mha_jax.attention.dtypes import compute_dtype
 from mha_jax.attention.notation import Array
+from mha_jax.attention.pytrees import pytree
 from mha_jax.attention.sharded_rows import rows_alike
 
 Entries = tuple[Array, ...]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class View:
   """What the queries of a call may attend to.
 
@@ -48,8 +48,7 @@ class View:
   usable: Any  # likewise
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Cache:
   """What all caches share.
 
@@ -107,8 +106,7 @@ class Cache:
     raise NotImplementedError
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class KVCache(Cache):
   """A slot for each position, up to the capacity."""
 
@@ -131,14 +129,12 @@ class KVCache(Cache):
     return dataclasses.replace(self, entries=entries, lengths=lengths), view
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class LatentCache(KVCache):
   """Latents and rotary keys of latent attention: r + p elements a token."""
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class WindowCache(Cache):
   """A ring of `window` slots: position i lies in slot i mod window.
 
@@ -184,8 +180,7 @@ class WindowCache(Cache):
     )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class StaticCache(Cache):
   """The entries of the whole other sequence, for cross-attention.
 
@@ -224,13 +219,21 @@ def init_cache(
     ValueError: both or neither of capacity and window are given, or a size is
       not positive.
   """
+  if isinstance(batch_size, tuple | list):
+    *batch, t, _ = (1, 1, *batch_size)
+    raise ValueError(
+      f"batch_size={batch_size!r} is a shape, as Flax's init_cache takes it; "
+      f'write cache = init_cache({math.prod(batch)}, {t}) for so many rows and '
+      'tokens, and pass it as cache='
+    )
   if (capacity is None) == (window is None):
     raise ValueError(
       f'capacity={capacity} and window={window}: give one of the two, the '
       'tokens that a row can hold or how far back it sees'
     )
+  batch_size = checks.plain(batch_size)
   checks.positive('batch_size', batch_size)
-  slots = capacity if window is None else window
+  slots = checks.plain(capacity if window is None else window)
   checks.positive('capacity' if window is None else 'window', slots)
   dtype = compute_dtype(dtype)
   if window is not None:
@@ -250,7 +253,14 @@ def check_cache(config: AttentionConfig, cache: Any, batch: int) -> None:
     raise ValueError(
       f'cache={cache!r} must be a cache, as init_cache makes it, or None'
     )
-  got = [(x.shape[0], x.shape[1], x.shape[3]) for x in cache.entries]
+  shapes = [jnp.shape(x) for x in cache.entries]
+  if any(len(shape) != 4 for shape in shapes):
+    raise ValueError(
+      f'cache has entries of shapes {shapes}, which must be (b, heads, slots, '
+      'features); where jax.vmap took b, give it back: jax.tree.map(lambda x: '
+      'x[None], cache)'
+    )
+  got = [(b, heads, features) for b, heads, _, features in shapes]
   wanted = [(batch, *shape) for shape in config.entry_shapes]
   if got != wanted:
     raise ValueError(

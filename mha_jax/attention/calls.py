@@ -4,11 +4,29 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from mha_jax.attention import masks
 from mha_jax.attention.caches import StaticCache
 from mha_jax.attention.config import AttentionConfig
 from mha_jax.attention.notation import Array
+
+
+def check_no_mask(inputs_q: Any, inputs_k: Any, inputs_v: Any) -> None:
+  """Raises a ValueError where a mask takes the place of keys or values."""
+  for name, x in (('inputs_k', inputs_k), ('inputs_v', inputs_v)):
+    if x is None:
+      continue
+    ours = isinstance(x, masks.Mask) or callable(x)
+    booleans = getattr(x, 'dtype', None) == jnp.bool_
+    shape, queries = np.shape(x), np.shape(inputs_q)
+    heads = len(shape) == len(queries) + 1 > 2  # (..., h, t, s)
+    if ours or booleans or (heads and shape[-2] in (1, queries[-2])):
+      what = x if ours else f'an array of shape {shape}'
+      raise ValueError(
+        f'{name}={what} looks like a mask, but keys and values come after '
+        'inputs_q; write mask='
+      )
 
 
 def check_sources(config: Any, inputs_k: Any, inputs_v: Any) -> None:
@@ -146,7 +164,7 @@ def check_inputs(config: AttentionConfig, x: Array, *sources: Array) -> None:
   if x.shape[:-2] != y.shape[:-2]:
     raise ValueError(
       f'inputs_q of shape {x.shape} and inputs_k of shape {y.shape} must agree '
-      'in their batch dimensions'
+      'in their batch dimensions; a mask is passed as mask='
     )
 
 

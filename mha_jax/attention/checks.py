@@ -1,11 +1,39 @@
 """Checks of arguments: a ValueError names argument, value and remedy."""
 
+import dataclasses
 import math
 import numbers
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+
+
+def plain(value: Any) -> Any:
+  """A Python number for an array of one that is known, as jnp.float32(0.1).
+
+  Anything else comes back as it is.
+  """
+  dtype: Any = getattr(value, 'dtype', None)
+  known = dtype is not None and not isinstance(value, jax.core.Tracer)
+  if not known or np.shape(value) != ():
+    return value
+  for kind, number in (
+    (jnp.bool_, bool),
+    (jnp.integer, int),
+    (jnp.floating, float),
+  ):
+    if jnp.issubdtype(dtype, kind):
+      return number(value)
+  return value
+
+
+def plain_fields(config: Any) -> None:
+  """Makes the numbers among the fields of a frozen dataclass Python's own."""
+  for field in dataclasses.fields(config):
+    value = plain(getattr(config, field.name))
+    object.__setattr__(config, field.name, value)
 
 
 def positive(name: str, value: Any) -> None:
@@ -13,13 +41,16 @@ def positive(name: str, value: Any) -> None:
   if not (_is_whole(value) and 1 <= value < 2**31):
     raise ValueError(
       f'{name}={value!r} must be a positive integer, and below 2^31'
+      f'{_if_traced(value)}'
     )
 
 
 def real(name: str, value: Any, low: int | float, high: int | float) -> None:
   """Raises a ValueError unless the value is a number in [low, high]."""
   if not (_is_real(value) and low <= value <= high):
-    raise ValueError(f'{name}={value!r} must lie in [{low}, {high}]')
+    raise ValueError(
+      f'{name}={value!r} must lie in [{low}, {high}]{_if_traced(value)}'
+    )
 
 
 def whole(name: str, value: Any, low: int, high: int) -> None:
@@ -27,6 +58,7 @@ def whole(name: str, value: Any, low: int, high: int) -> None:
   if not (_is_whole(value) and low <= value <= high):
     raise ValueError(
       f'{name}={value!r} must be an integer and lie in [{low}, {high}]'
+      f'{_if_traced(value)}'
     )
 
 
@@ -64,17 +96,19 @@ def rate(name: str, value: Any) -> None:
   if not (_is_real(value) and 0 <= value < 1):
     raise ValueError(
       f'{name}={value!r} must lie in [0, 1); 0 turns dropout off'
+      f'{_if_traced(value)}'
     )
 
 
 def softcap(logit_softcap: Any) -> None:
   """Raises a ValueError unless the bound is positive and finite, or None."""
+  logit_softcap = plain(logit_softcap)
   if logit_softcap is None:
     return
   if not (_is_real(logit_softcap) and 0 < logit_softcap < math.inf):
     raise ValueError(
       f'logit_softcap={logit_softcap!r} must be positive and finite; None '
-      'turns it off'
+      f'turns it off{_if_traced(logit_softcap)}'
     )
 
 
@@ -96,6 +130,13 @@ def broadcast(
       f'{name} of shape {got} does not broadcast to ({", ".join(letters)}) = '
       f'{wanted}; give each dimension its size or 1'
     )
+
+
+def _if_traced(value: Any) -> str:
+  """What to do where a number is not known yet."""
+  if not isinstance(value, jax.core.Tracer):
+    return ''
+  return '; it is traced: let it be a static argument, or a Python number'
 
 
 def _is_whole(value: Any) -> bool:

@@ -110,7 +110,8 @@ class AttentionConfig:
     return x_BHTK if rope is None else rope.rotate_heads(x_BHTK, at)
 
   def check_sizes(self, *may_be_zero: str) -> None:
-    """Makes every integer field a plain int; a ValueError unless positive."""
+    """Makes numbers plain ones; a ValueError unless sizes are positive."""
+    checks.plain_fields(self)
     for name, kind in typing.get_type_hints(type(self)).items():
       value = getattr(self, name)
       optional = kind == int | None and value is None

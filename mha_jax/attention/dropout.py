@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from mha_jax.attention import checks
 from mha_jax.attention.axes import Axis
 from mha_jax.attention.notation import Array, Bool, Int
+from mha_jax.attention.pytrees import pytree
 
 TILE = 32
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Dropout:
   """Drops each attention weight with probability `rate`, scales the rest.
 
@@ -37,8 +37,9 @@ class Dropout:
   rate: float = dataclasses.field(metadata={'static': True})
 
   def __post_init__(self) -> None:
-    checks.rate('dropout rate', self.rate)
-    object.__setattr__(self, 'rate', float(self.rate))
+    rate = checks.plain(self.rate)
+    checks.rate('dropout rate', rate)
+    object.__setattr__(self, 'rate', float(rate))
 
   def per_head(self, b: int, h: int) -> 'Dropout':
     """An independent key for each of b batch rows and h heads."""

@@ -135,6 +135,7 @@ def apply(
   Raises:
     ValueError: inputs, params or options do not fit the config.
   """
+  calls.check_no_mask(inputs_q, inputs_k, inputs_v)
   calls.check_sources(config, inputs_k, inputs_v)
   calls.check_positions(config, inputs_k, input_positions, key_positions, cache)
   x = jnp.asarray(inputs_q)

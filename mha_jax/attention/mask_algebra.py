@@ -18,6 +18,7 @@ from mha_jax.attention import checks
 from mha_jax.attention.arguments import ArrayLike, fit_rank
 from mha_jax.attention.axes import Axis, Blocks
 from mha_jax.attention.notation import Array, Bool
+from mha_jax.attention.pytrees import pytree
 
 
 class Mask:
@@ -40,6 +41,23 @@ class Mask:
 
   def check(self, shape: tuple[int, int, int, int]) -> None:
     """Raises a ValueError unless the mask fits scores (b, h, t, s)."""
+
+  leaf_ndim = 0  # dimensions of a leaf inside a head
+
+  def with_batch(self) -> 'Mask':
+    """The mask with leaves (b, h, ...), also where `jax.vmap` took axes.
+
+    It takes the first ones: what is left of a leaf belongs to all batch rows of
+    the call, and to all heads where it was mapped twice.
+    """
+
+    def whole(leaf: Array) -> Array:
+      missing = 2 + self.leaf_ndim - jnp.ndim(leaf)
+      return (
+        leaf if missing < 1 else jnp.reshape(leaf, (1,) * missing + leaf.shape)
+      )
+
+    return jax.tree.map(whole, self)
 
   def __and__(self, other: 'Mask') -> 'Mask':
     return And(self, _operand(other))
@@ -87,9 +105,10 @@ class Mask:
 
   def array(self, t: int, s: int) -> Bool[Array, '_ _ t s']:
     """The mask as booleans (b, h, t, s), b and h of size 1 where shared."""
-    leaves = jax.tree.leaves(self)
+    mask = self.with_batch()
+    leaves = jax.tree.leaves(mask)
     sizes = [max((x.shape[i] for x in leaves), default=1) for i in (0, 1)]
-    self.check((sizes[0], sizes[1], t, s))
+    mask.check((sizes[0], sizes[1], t, s))
 
     def spread(leaf: Array) -> Array:
       return jnp.broadcast_to(leaf, (*sizes, *leaf.shape[2:]))
@@ -98,8 +117,8 @@ class Mask:
       return jnp.broadcast_to(mask.evaluate(Axis(t), Axis(s)), (t, s))
 
     if not leaves:
-      return one(self)[None, None]
-    return jax.vmap(jax.vmap(one))(jax.tree.map(spread, self))
+      return one(mask)[None, None]
+    return jax.vmap(jax.vmap(one))(jax.tree.map(spread, mask))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,13 +136,16 @@ class _Pair(Mask):
   def by_column(self) -> bool:
     return self.left.by_column or self.right.by_column
 
+  def with_batch(self) -> Mask:
+    left, right = self.left.with_batch(), self.right.with_batch()
+    return dataclasses.replace(self, left=left, right=right)
+
   def check(self, shape: tuple[int, int, int, int]) -> None:
     self.left.check(shape)
     self.right.check(shape)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class And(_Pair):
   """Both masks allow it."""
 
@@ -138,8 +160,7 @@ class And(_Pair):
     return left & self.right.touches(queries, keys)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Or(_Pair):
   """Either mask allows it."""
 
@@ -154,12 +175,13 @@ class Or(_Pair):
     return left | self.right.touches(queries, keys)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Dense(Mask):
   """A boolean array: True may attend."""
 
   allowed: Any  # (b, h, t, s), inside a head (t, s)
+
+  leaf_ndim = 2
 
   def evaluate(self, queries: Axis, keys: Axis) -> Bool[Array, '#t #s']:
     return keys.cut(queries.cut(self._of_one_head()), axis=1)

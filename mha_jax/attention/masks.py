@@ -17,7 +17,6 @@ import dataclasses
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from mha_jax.attention import checks
@@ -33,6 +32,7 @@ from mha_jax.attention.mask_algebra import (
   from_numbers,
 )
 from mha_jax.attention.notation import Array, Bool, Int
+from mha_jax.attention.pytrees import pytree
 
 __all__ = [
   'Mask',
@@ -48,8 +48,7 @@ __all__ = [
 ]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Causal(Mask):
   """A query may attend to keys at its own position and before."""
 
@@ -66,8 +65,7 @@ class Causal(Mask):
     return first[None, :] <= last[:, None]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Window(Mask):
   """A query may attend to keys at most so far before and after it."""
 
@@ -101,8 +99,7 @@ class Window(Mask):
     return near
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Lengths(Mask):
   """Only the first keys, and only the first queries, of a row take part."""
 
@@ -140,13 +137,14 @@ def _before(
   return indices < jnp.reshape(length, (1,))
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Segments(Mask):
   """A query may attend to the keys of its own segment."""
 
   queries: Any  # (b, h, t), inside a head (t,)
   keys: Any  # (b, h, s), inside a head (s,)
+
+  leaf_ndim = 1
 
   def evaluate(self, queries: Axis, keys: Axis) -> Bool[Array, 't s']:
     row, column = self._of_one_head()
@@ -219,7 +217,7 @@ def window(left: Any, right: Any) -> Mask:
   """
   for name, side in (('left', left), ('right', right)):
     if side is not None:
-      checks.whole(name, side, 0, 2**31 - 1)
+      checks.whole(name, checks.plain(side), 0, 2**31 - 1)
   return Window(*(None if x is None else int(x) for x in (left, right)))
 
 

@@ -34,6 +34,7 @@ class Norm(Row):
   KINDS = ('layer', 'rms')
 
   def __post_init__(self) -> None:
+    checks.plain_fields(self)
     if self.kind not in self.KINDS:
       raise ValueError(f'kind={self.kind!r} must be one of {self.KINDS}')
     checks.positive('size', self.size)

@@ -45,6 +45,7 @@ class Rope:
   scaling: RopeScaling | None = None
 
   def __post_init__(self) -> None:
+    checks.plain_fields(self)
     _check_layout('layout', self.layout)
     checks.real('theta', self.theta, 1, 1e12)
     if self.scaling is not None and not isinstance(self.scaling, RopeScaling):

@@ -50,6 +50,7 @@ class LinearScaling(RopeScaling):
   factor: float
 
   def __post_init__(self) -> None:
+    checks.plain_fields(self)
     checks.real('factor', self.factor, 1, 1e6)
 
   def scale(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
@@ -80,6 +81,7 @@ class Llama3Scaling(RopeScaling):
   original_max_position_embeddings: int = 8192
 
   def __post_init__(self) -> None:
+    checks.plain_fields(self)
     checks.real('factor', self.factor, 1, 1e6)
     checks.real('low_freq_factor', self.low_freq_factor, 1e-6, 1e6)
     if not self.high_freq_factor > self.low_freq_factor:
@@ -136,6 +138,7 @@ class YarnScaling(RopeScaling):
   truncate: bool = True
 
   def __post_init__(self) -> None:
+    checks.plain_fields(self)
     checks.real('factor', self.factor, 1, 1e6)
     _check_trained_length(self.original_max_position_embeddings)
     checks.real('beta_slow', self.beta_slow, 1e-6, 1e6)

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from mha_jax.attention import exact, masks
@@ -56,8 +57,26 @@ def check_pairs(
   """
   mask = masks.as_mask(mask)
   if mask is not None:
-    mask.check(shape)
+    mask = _check_mask(mask, shape)
   return mask, as_bias(bias, shape, 'bhts')
+
+
+def _check_mask(
+  mask: masks.Mask, shape: tuple[int, int, int, int]
+) -> masks.Mask:
+  """The mask with leaves (b, h, ...); a ValueError unless it fits."""
+  whole = mask.with_batch()
+  try:
+    whole.check(shape)
+  except ValueError as error:
+    ranks = [[x.ndim for x in jax.tree.leaves(m)] for m in (mask, whole)]
+    if ranks[0] == ranks[1]:
+      raise
+    raise ValueError(
+      f'{error}. jax.vmap took axes of this mask; its leaves lead with (b, h): '
+      'map batch rows with in_axes=0, and then heads, with 0 again'
+    ) from None
+  return whole
 
 
 def per_row(name: str, positions: Any, b: int, size: int) -> Array | None:

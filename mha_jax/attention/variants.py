@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from mha_jax.attention import checks
 from mha_jax.attention.config import AttentionConfig
 from mha_jax.attention.grouped import GroupedConfig
 from mha_jax.attention.latent import LatentConfig
@@ -61,7 +62,9 @@ def build(kind: str, **options: Any) -> AttentionConfig:
   if kind not in VARIANTS:
     raise ValueError(f'attention={kind!r} must be in {tuple(VARIANTS)}')
   variant = VARIANTS[kind]
-  given = {name: x for name, x in options.items() if x is not None}
+  given = {
+    name: checks.plain(x) for name, x in options.items() if x is not None
+  }
   if unknown := sorted(set(given) - set(variant.options)):
     raise ValueError(
       f'{unknown[0]}={given[unknown[0]]!r} is no option of {kind!r}; its '

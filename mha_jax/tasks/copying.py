@@ -49,6 +49,7 @@ class CopyTask:
   kind: str = dataclasses.field(default='copy', init=False)
 
   def __post_init__(self) -> None:
+    checks.plain_fields(self)
     shortest = self.length if self.min_length is None else self.min_length
     for name, value in (
       ('length', self.length),

@@ -50,6 +50,7 @@ class RecallTask:
   kind: str = dataclasses.field(default='recall', init=False)
 
   def __post_init__(self) -> None:
+    checks.plain_fields(self)
     for name in ('num_pairs', 'num_queries', 'num_keys', 'num_values'):
       checks.positive(name, getattr(self, name))
     for name, most in (
@@ -146,6 +147,7 @@ class InductionTask:
   kind: str = dataclasses.field(default='induction', init=False)
 
   def __post_init__(self) -> None:
+    checks.plain_fields(self)
     checks.positive('length', self.length)
     checks.positive('num_symbols', self.num_symbols)
     low, high = self.periods

@@ -1,14 +1,14 @@
 """What a task is to training: a vocabulary, a length and batches."""
 
-import dataclasses
 from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
+from mha_jax.attention.pytrees import pytree
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+
+@pytree
 class Batch:
   """Sequences to predict: targets are the inputs' next tokens."""
 

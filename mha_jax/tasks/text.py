@@ -51,6 +51,7 @@ class TextTask:
   digest: str = dataclasses.field(default='', init=False)
 
   def __post_init__(self) -> None:
+    checks.plain_fields(self)
     checks.positive('length', self.length)
     checks.real('validation_fraction', self.validation_fraction, 1e-6, 0.5)
     if self.split not in SPLITS:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from mha_jax.attention import checks
+from mha_jax.attention.pytrees import pytree
 from mha_jax.decoder import DecoderConfig, DecoderLM
 from mha_jax.tasks import Batch, Task
 
@@ -44,6 +45,7 @@ class OptimizerConfig:
   clip_norm: float = 1.0
 
   def __post_init__(self) -> None:
+    checks.plain_fields(self)
     checks.real('learning_rate', self.learning_rate, 1e-12, 1e3)
     checks.real('clip_norm', self.clip_norm, 1e-12, 1e12)
     checks.real('weight_decay', self.weight_decay, 0, 1e3)
@@ -75,6 +77,7 @@ class TrainConfig:
   checkpoint_every: int = 100
 
   def __post_init__(self) -> None:
+    checks.plain_fields(self)
     for name in ('batch_size', 'eval_batches', 'checkpoint_every'):
       checks.positive(name, getattr(self, name))
     checks.whole('seed', self.seed, 0, 2**32 - 1)
@@ -100,8 +103,7 @@ class Experiment:
       )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class TrainState:
   """What changes from step to step."""
 

@@ -14,6 +14,7 @@ from mha_jax import attention as attention_layer
 from mha_jax import dot_product_attention
 from mha_jax.attention import (
   GroupedConfig,
+  attend,
   init_table,
   masks,
   multihead_attention,
@@ -229,6 +230,52 @@ class TravelTest(parameterized.TestCase):
     for i, array in enumerate(arrays):
       assert_close(got[i], self.wanted(array), 1e-5)
 
+  @parameterized.parameters(
+    masks.lengths([2, 5]),
+    masks.lengths([3, 0], [2, 1]),
+    masks.segments(1 * booleans(0, B, T), 1 * booleans(1, B, S)),
+    masks.dense(booleans(0, B, 1, 1, S)),
+    masks.dense(booleans(0, B, H, T, S)),
+    masks.causal() & masks.lengths([2, 5])
+    | masks.dense(booleans(0, B, H, T, S)) & masks.window(0, 2),
+  )
+  def test_taken_apart_by_vmap(self, mask):
+    """Mapped over its batch rows a mask is that of a row."""
+    wanted = multihead_attention(*self.qkv, mask=mask)
+    array = mask.array(T, S)
+
+    def one_row(q, k, v, mask):
+      out = multihead_attention(*(x[None] for x in (q, k, v)), mask=mask)
+      return out[0], mask.array(T, S)[0]
+
+    got = jax.vmap(one_row)(*self.qkv, mask)
+    assert_close(got[0], wanted, 1e-6)
+    np.testing.assert_array_equal(got[1], array)
+
+  def test_taken_apart_twice(self):
+    """And over its heads it is that of a head."""
+    mask = masks.dense(booleans(0, B, H, T, S)) | masks.causal()
+    wanted = multihead_attention(*self.qkv, mask=mask)
+
+    def one_head(q, k, v, mask):
+      x = [x[None, None] for x in (q, k, v)]
+      out = multihead_attention(*x, mask=mask)[0, 0]
+      return out, mask.array(T, S)[0, 0], attend(q, k, v, mask=mask)
+
+    got = jax.vmap(jax.vmap(one_head))(*self.qkv, mask)
+    np.testing.assert_array_equal(got[1], mask.array(T, S))
+    for out in (got[0], got[2]):
+      assert_close(out, wanted, 1e-6)
+
+  def test_layer_under_vmap(self):
+    """A layer without a batch, mapped over inputs and mask."""
+    x, mask = normal(0, 3, 5, 2), masks.causal() & masks.lengths([2, 3, 4])
+
+    def f(x, mask):
+      return attention_layer.apply(CONFIG, PARAMS, x, mask=mask)
+
+    assert_close(jax.vmap(f)(x, mask), f(x, mask), 1e-5)
+
   def test_scan(self):
     """Masks ride through lax.scan."""
     lengths = jnp.array([[1, 2], [5, 7]])
@@ -384,19 +431,18 @@ class ErrorsTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, r'call it, as masks.causal\(\)'):
       call(masks.causal, x)
 
-  def test_taken_apart_by_vmap(self):
-    """Over its batch axis a mask no longer fits, and says so."""
-    x = np.ones((3, 5, 2), np.float32)
-    for mask in (
-      masks.lengths([2, 3, 4]),
-      masks.segments(np.ones((3, 5), int)),
-      masks.dense(np.ones((3, 1, 5, 5), bool)),
+  def test_mapped_over_another_axis(self):
+    """What jax.vmap left of a mask is no longer what it was made for."""
+    q = np.ones((B, 3, T, 2), np.float32)
+
+    def f(q, mask):
+      return multihead_attention(*[q[:, None]] * 3, mask=mask)
+
+    mask = masks.dense(booleans(0, B, 3, T, T))
+    with self.assertRaisesRegex(
+      ValueError, r'mask of shape \(1, 2, 3, 3\) .*vmap.*in_axes=0'
     ):
-      f = jax.vmap(
-        lambda x, mask: attention_layer.apply(CONFIG, PARAMS, x, mask=mask)
-      )
-      with self.assertRaisesRegex(ValueError, 'of shape'):
-        f(x, mask)
+      jax.vmap(f, in_axes=1)(q, mask)
 
   def test_no_tokens(self):
     """Segments of length 0 are segments."""
