@@ -30,9 +30,16 @@ class Result(NamedTuple):
 def call(script: ModuleType, *arguments: str) -> Result:
   """Runs an experiment's command line in this process.
 
-  Flags that the call defines are forgotten afterwards, so that the next call
-  starts from the script's own.
+  Of a flag that is given several times the last counts, so that a test can
+  change what others share. Flags that the call defines are forgotten
+  afterwards, so that the next call starts from the script's own.
   """
+  last = {x.partition('=')[0] if '=' in x else x: x for x in arguments}
+  return call_as_given(script, *last.values())
+
+
+def call_as_given(script: ModuleType, *arguments: str) -> Result:
+  """The same with all of the arguments, in their order."""
   out, err, code = io.StringIO(), io.StringIO(), None
   argv, main = sys.argv, sys.modules['__main__']
   with (
