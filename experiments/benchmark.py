@@ -18,6 +18,7 @@ import importlib
 import json
 import pathlib
 import statistics
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -90,7 +91,8 @@ def suite_cases(suite: str, config: ConfigDict) -> list[Case]:
 def main(chosen: Settings) -> int:
   path = chosen.workdir / 'results.jsonl'
   if not HAS_TORCH:
-    print("PyTorch is not installed and takes no part: pip install '.[parity]'")
+    note = "PyTorch is not installed and takes no part: pip install '.[parity]'"
+    print(note, file=sys.stderr)
   with folders.kept(chosen.workdir, chosen.asked), stop_on_signal() as request:
     done = {row['key']: row for row in record.read_jsonl(path, *ROW)}
     console = Console(stderr=True)
@@ -128,7 +130,8 @@ def measure(
       runs[name]()
     except Exception as error:  # whatever it is, the others go on
       first = str(error).strip().splitlines()[:1]
-      print(f'{name} takes no part: {type(error).__name__}: {"".join(first)}')
+      why = f'{type(error).__name__}: {"".join(first)}'
+      print(f'{name} takes no part: {why}', file=sys.stderr)
       runs.pop(name, None)
   if not runs:
     return None

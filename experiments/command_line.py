@@ -15,7 +15,7 @@ import pathlib
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, NoReturn, TextIO, TypeVar
 
@@ -45,6 +45,16 @@ def run(
     main: does the work.
     default_config: the config file, where the user names none.
   """
+  with _heard_or_not():
+    _run(parse, main, default_config)
+
+
+def _run(
+  parse: Callable[[], Settings],
+  main: Callable[[Settings], int],
+  default_config: str,
+) -> NoReturn:
+  """`run` without care for who reads."""
   arguments = [a for a in sys.argv if a not in HELP]
   wants_help = len(arguments) < len(sys.argv)
   try:
@@ -58,8 +68,7 @@ def run(
     print(help_text.whole(source, config_module(source), own_flags()))
     sys.exit(0)
   try:
-    with _heard_or_not():
-      sys.exit(main(chosen))
+    sys.exit(main(chosen))
   except (OSError, RecordError, JaxRuntimeError) as error:
     _refuse(error)
   except FloatingPointError as error:
@@ -301,7 +310,7 @@ class _Quiet:
       self._stream.flush()
 
   @contextlib.contextmanager
-  def _or_dropped(self) -> Any:
+  def _or_dropped(self) -> Iterator[None]:
     try:
       yield
     except BrokenPipeError:
@@ -314,7 +323,7 @@ class _Quiet:
 
 
 @contextlib.contextmanager
-def _heard_or_not() -> Any:
+def _heard_or_not() -> Iterator[None]:
   """Within the block nothing ends for want of a reader of what it prints."""
   out, err = _Quiet(sys.stdout), _Quiet(sys.stderr)
   with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

@@ -24,7 +24,7 @@ from mha_jax.training import record
 
 LONGEST = 120
 """Bytes of a name; what is beyond becomes a hash."""
-ELSEWHERE = ('workdir', 'run', 'json', 'tensorboard')
+ELSEWHERE = ('workdir', 'run', 'json', 'tensorboard', 'config.name')
 """Flags that no answer depends on, or that the name tells already."""
 
 
@@ -34,7 +34,7 @@ def named(name: str) -> pathlib.Path:
   Raises:
     ValueError: the name is empty, or the path is a file or lies below one.
   """
-  if not name.strip('-'):
+  if not flags.FLAGS.config.name.strip():
     raise ValueError('--config.name= is empty; it names the folder in runs/')
   flag = flags.FLAGS.workdir
   whole = '-'.join([name, *sorted(map(_word, _changed().items()))])

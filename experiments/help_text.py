@@ -67,11 +67,11 @@ def fields(config: ConfigDict, prefix: str = '') -> dict[str, Any]:
 
 def arguments_of(docstring: str | None) -> dict[str, str]:
   """What a docstring says of each argument or field, in one line."""
-  text = re.search(r'^( *)(?:Args|Fields):\n((?:\1 +.*\n|\n)*)', f'{docstring}\n', re.M)
-  if text is None:
+  text = docstring or ''
+  head = re.search(r'^( *)(?:Args|Fields):\n', text, re.M)
+  if head is None:
     return {}
-  indent = text[1] + '  '
-  found = re.findall(
-    rf'^{indent}(\w+): (.*(?:\n{indent} +\S.*)*)', text[2], re.M
-  )
-  return {name: ' '.join(words.split()).removesuffix('.') for name, words in found}
+  indent = f'{head[1]}  '
+  entry = rf'^{indent}(\w+): (.*(?:\n{indent} +\S.*)*)'
+  found = re.findall(entry, text[head.end() :], re.M)
+  return {name: ' '.join(x.split()).removesuffix('.') for name, x in found}

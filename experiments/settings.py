@@ -46,6 +46,8 @@ def complete(config: ConfigDict, name: str) -> None:
     for section in SECTIONS:
       if section not in config:
         config[section] = name if section == 'name' else ConfigDict()
+    if isinstance(config.task, ConfigDict) and 'kind' not in config.task:
+      config.task.kind = 'copy'
     for section, kind in kinds(config).items():
       _fill(config[section], kind)
 

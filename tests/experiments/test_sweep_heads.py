@@ -250,7 +250,9 @@ class SweepTest(SweepTestCase):
       result = call(self.workdir, override)
     self.assertEqual((result.code, result.out), (2, ''))
     self.assertEqual(result.err.count('\n'), 1)
-    self.assertIn(f'workdir={self.workdir} holds a run with another', result.err)
+    self.assertIn(
+      f'workdir={self.workdir} holds a run with another', result.err
+    )
     self.assertIn(words, result.err)
     self.assertEqual(scripts.contents(self.workdir), before)
 
