@@ -175,19 +175,19 @@ def report(
     *map(trained.described, models),
     _curve_table(curves),
     _pruned_table(pruned),
-    *_share_missed(pruned[0]['heads'], pruned[0]['heads_kept']),
+    *share_missed(SHARE.value, pruned[0]['heads'], pruned[0]['heads_kept']),
     f'recorded in {chosen.workdir}, figure {figure}',
   )
 
 
-def _share_missed(heads: int, kept: int) -> list[str]:
+def share_missed(share: float, heads: int, kept: int) -> list[str]:
   """A line where another share of the heads is gone than --share says."""
-  share = f'--share={SHARE.value:g} of {heads} heads'
-  if kept == heads and SHARE.value:
-    return [f'{share} prunes nothing: one head is {1 / heads:.3g} of them']
-  if kept != round((1 - SHARE.value) * heads):
+  asked = f'--share={share:g} of {heads} heads'
+  if kept == heads and share:
+    return [f'{asked} prunes nothing: one head is {1 / heads:.3g} of them']
+  if kept != round((1 - share) * heads):
     return [
-      f'{share} is not reached: the query heads of a key/value head go '
+      f'{asked} is not reached: the query heads of a key/value head go '
       'together, and each layer keeps one such group'
     ]
   return []

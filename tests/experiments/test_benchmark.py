@@ -49,6 +49,7 @@ class BenchmarkTest(parameterized.TestCase):
       self.assertEqual(row['rows'][0]['ratio'], 1)
       self.assertGreater(row['rows'][1]['seconds'], 0)
     self.assertIn('absorbed', result.out)
+    self.assertEqual(result.files, scripts.names(self.workdir))
     table = (self.workdir / 'results.csv').read_text()
     self.assertEqual(table.count('\n'), 1 + 3 + 3)
     again = self.call('--config.suites=decode', '--config.memory=true')

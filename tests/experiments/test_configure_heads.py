@@ -43,6 +43,7 @@ class ConfigureHeadsTest(parameterized.TestCase):
       'To paste:\n\nimport jax',
     ):
       self.assertIn(part, result.out)
+    self.assertEqual(result.files, scripts.names(self.workdir))
     lines = result.out.splitlines()
     self.assertLessEqual(max(map(len, lines[:-1])), 80)  # then the folder
     png = (self.workdir / 'configure_heads.png').read_bytes()

@@ -121,6 +121,7 @@ class SweepTest(SweepTestCase):
     for part in (' 1 heads  10/10', ' 4 heads  10/10', 'loss', 'steps/s'):
       self.assertIn(part, self.first.err)
     self.assertEqual({path.name for path in self.workdir.iterdir()}, FILES)
+    self.assertEqual(self.first.files, FILES)  # before the first word
     png = (self.workdir / 'sweep_heads.png').read_bytes()
     self.assertStartsWith(png, b'\x89PNG\r\n')
 
@@ -198,6 +199,11 @@ class SweepTest(SweepTestCase):
       found = [float(line[f'final_loss_{x}']) for x in ('min', 'max')]
       self.assertEqual(found, sorted(row['final_loss']))
       self.assertEqual(float(line['steps_per_s']), row['steps_per_s'])
+      self.assertEqual(line['model.attention'], 'mha')
+      self.assertEqual(line['task.kind'], 'copy')
+      self.assertEqual(line['model.num_heads'], str(row['n_heads']))
+      self.assertEqual(line['model.num_kv_heads'], '')
+      self.assertEqual(line['train.steps'], str(STEPS))
       self.assertIn('final_accuracy_median', line)
       self.assertIn('steps_to_threshold_median', line)
 
