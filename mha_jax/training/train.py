@@ -152,7 +152,7 @@ def make_optimizer(experiment: Experiment) -> optax.GradientTransformation:
 
 def init(experiment: Experiment, key: jax.Array) -> TrainState:
   """The state before the first step."""
-  tokens = jnp.zeros((1, experiment.task.max_len), jnp.int32)
+  tokens = jnp.zeros((1, 1), jnp.int32)  # parameters are those of any length
   params = DecoderLM(experiment.model).init(_stream(key, 'init'), tokens)
   opt_state = make_optimizer(experiment).init(params['params'])
   return TrainState(jnp.zeros((), jnp.int32), params['params'], opt_state)
