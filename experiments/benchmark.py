@@ -171,7 +171,11 @@ def report(rows: list[dict[str, Any]], chosen: Settings) -> None:
     flat += [head | row for row in case['rows']]
   names = list(dict.fromkeys(name for row in flat for name in row))
   csv_path = chosen.workdir / 'results.csv'
-  record.write_csv(csv_path, [{n: row.get(n) for n in names} for row in flat])
+  same = {k: x for k, x in chosen.config.to_dict().items() if k not in OPEN}
+  table = [
+    {n: row.get(n) for n in names} | reports.fields(same) for row in flat
+  ]
+  record.write_csv(csv_path, table)
   texts.append(f'recorded in {chosen.workdir}')
   by_length = [case for case in rows if case['task'].startswith('causal')]
   if len({case['setting']['t'] for case in by_length}) > 1:

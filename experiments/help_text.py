@@ -41,17 +41,22 @@ def whole(
     default = '' if flag.default is None else f'={flag.default_as_str}'
     parts += [f'  --{flag.name}{default}', f'      {flag.help}']
   parts += ['', 'Fields of the config (--config.FIELD=VALUE):']
-  meanings = {'name': NAME, 'task.kind': KIND}
-  meanings |= {name: str(flag.help) for name, flag in own.items()}
-  meanings |= arguments_of(config_file.__doc__)
-  for section, kind in settings.kinds(config).items():
-    own_words = arguments_of(kind.__doc__)
-    meanings |= {f'{section}.{name}': x for name, x in own_words.items()}
+  words = {name: str(flag.help) for name, flag in own.items()}
+  words |= meanings(config, config_file)
   for name, value in fields(config).items():
     parts.append(f'  {name}={value}')
-    if name in meanings:
-      parts.append(f'      {meanings[name]}')
+    if name in words:
+      parts.append(f'      {words[name]}')
   return '\n'.join(parts)
+
+
+def meanings(config: ConfigDict, config_file: ModuleType) -> dict[str, str]:
+  """What fields of a config mean, in a line each."""
+  words = {'name': NAME, 'task.kind': KIND} | arguments_of(config_file.__doc__)
+  for section, kind in settings.kinds(config).items():
+    for name, meaning in arguments_of(kind.__doc__).items():
+      words[f'{section}.{name}'] = meaning
+  return words
 
 
 def fields(config: ConfigDict, prefix: str = '') -> dict[str, Any]:
@@ -72,6 +77,7 @@ def arguments_of(docstring: str | None) -> dict[str, str]:
   if head is None:
     return {}
   indent = f'{head[1]}  '
+  listed = re.split(rf'^{head[1]}\S', text[head.end() :], flags=re.M)[0]
   entry = rf'^{indent}(\w+): (.*(?:\n{indent} +\S.*)*)'
-  found = re.findall(entry, text[head.end() :], re.M)
+  found = re.findall(entry, listed, re.M)
   return {name: ' '.join(x.split()).removesuffix('.') for name, x in found}

@@ -218,6 +218,9 @@ class ProcessesTest(parameterized.TestCase):
       start = result.out.index('Flags:')
       places = [result.out.index(word, start) for word in order]
       self.assertEqual(places, sorted(places))
+      self.assertRegex(
+        result.out, r'model.d_model=16\n +width of the residual stream\n'
+      )
       other = OWN_FLAGS['train' if name == 'sweep_heads' else 'sweep_heads']
       self.assertNotIn(other[0], result.out[start:])
 
