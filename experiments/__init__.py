@@ -6,7 +6,7 @@ NEEDED = ('ml_collections', 'matplotlib')
 
 if _missing := [x for x in NEEDED if importlib.util.find_spec(x) is None]:
   raise ImportError(
-    f"experiments need {' and '.join(_missing)}: pip install "
+    f'experiments need {" and ".join(_missing)}: pip install '
     "-e '.[experiments]'",
     name=__name__,  # for one line under `python -m`
   )

@@ -28,7 +28,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from experiments import command_line, folders, reports, timing
+from experiments import command_line, folders, printing, reports, timing
 from experiments.figures import speed
 from experiments.suites.case import HAS_TORCH, Case, Run
 from mha_jax.attention import checks
@@ -182,7 +182,7 @@ def report(rows: list[dict[str, Any]], chosen: Settings) -> None:
     figure = chosen.workdir / 'benchmark.png'
     speed.benchmark(by_length, figure)
     texts.append(f'figure {figure}')
-  reports.show(*texts)
+  printing.show(*texts)
 
 
 def case_table(rows: list[dict[str, Any]]) -> Table:

@@ -23,7 +23,14 @@ from ml_collections import ConfigDict
 from rich import box
 from rich.table import Table
 
-from experiments import command_line, folders, reports, settings, timing
+from experiments import (
+  command_line,
+  folders,
+  printing,
+  reports,
+  settings,
+  timing,
+)
 from experiments.suites.case import Run
 from mha_jax.analysis import hardware, model_shape, roofline
 from mha_jax.attention import checks
@@ -101,7 +108,7 @@ def main(chosen: Settings) -> int:
     fields = reports.fields(chosen.config.to_dict())
     table = [row | fields for row in rows]
     record.write_csv(chosen.workdir / 'results.csv', table)
-  reports.show(words, _table(rows), f'recorded in {chosen.workdir}')
+  printing.show(words, _table(rows), f'recorded in {chosen.workdir}')
   return 0
 
 

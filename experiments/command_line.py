@@ -7,23 +7,21 @@ does, ends nothing. `--help` shows the script, its own flags and the fields of
 its config.
 """
 
-import contextlib
 import difflib
 import importlib.util
-import os
 import pathlib
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any, NoReturn, TextIO, TypeVar
+from typing import NoReturn, TypeVar
 
 from absl import flags
 from jax.errors import JaxRuntimeError
 from ml_collections import ConfigDict, config_flags
 
-from experiments import help_text, settings
+from experiments import help_text, printing, settings
 from mha_jax.training.record import RecordError
 
 Settings = TypeVar('Settings')
@@ -45,7 +43,7 @@ def run(
     main: does the work.
     default_config: the config file, where the user names none.
   """
-  with _heard_or_not():
+  with printing.heard_or_not():
     _run(parse, main, default_config)
 
 
@@ -284,51 +282,3 @@ def _close(name: str, known: Mapping[str, str]) -> str:
   if close:
     return f'did you mean {known[close[0]]}?'
   return '--help lists flags and fields'
-
-
-class _Quiet:
-  """A text stream that drops what nobody reads any more.
-
-  Where the reader of a pipe is gone, as `| head -1` goes, writing raises
-  BrokenPipeError, in the middle of whatever prints.
-  """
-
-  def __init__(self, stream: TextIO):
-    self._stream = stream
-
-  def write(self, text: str) -> int:
-    with self._or_dropped():
-      self._stream.write(text)
-    return len(text)
-
-  def writelines(self, lines: Iterable[str]) -> None:
-    for line in lines:
-      self.write(line)
-
-  def flush(self) -> None:
-    with self._or_dropped():
-      self._stream.flush()
-
-  @contextlib.contextmanager
-  def _or_dropped(self) -> Iterator[None]:
-    try:
-      yield
-    except BrokenPipeError:
-      nowhere = os.open(os.devnull, os.O_WRONLY)
-      os.dup2(nowhere, self._stream.fileno())
-      os.close(nowhere)
-
-  def __getattr__(self, name: str) -> Any:
-    return getattr(self._stream, name)
-
-
-@contextlib.contextmanager
-def _heard_or_not() -> Iterator[None]:
-  """Within the block nothing ends for want of a reader of what it prints."""
-  out, err = _Quiet(sys.stdout), _Quiet(sys.stderr)
-  with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-    try:
-      yield
-    finally:
-      out.flush()
-      err.flush()

@@ -29,8 +29,8 @@ from experiments import (
   command_line,
   folders,
   model_costs,
+  printing,
   recommendation,
-  reports,
   settings,
 )
 from experiments.figures import configurator
@@ -183,7 +183,7 @@ def report(chosen: Settings) -> None:
     recommendation.report(answer)
     print(f'recorded in {chosen.workdir}, figure {chosen.workdir / FIGURE}')
   else:
-    reports.show(model_costs.table(answer, demand, result), most=80)
+    printing.show(model_costs.table(answer, demand, result), most=80)
     recommendation.bullets('What this does not know', [advice.TIMES])
     print(f'recorded in {chosen.workdir}')
 

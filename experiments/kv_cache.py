@@ -28,7 +28,7 @@ from ml_collections import ConfigDict
 from rich import box
 from rich.table import Table
 
-from experiments import command_line, folders, reports
+from experiments import command_line, folders, printing, reports
 from experiments.figures import caches
 from mha_jax.attention import (
   AttentionConfig,
@@ -237,7 +237,7 @@ def report(chosen: Settings, rows: list[dict[str, Any]]) -> None:
   record.write_text(chosen.workdir / 'results.jsonl', lines)
   figure = chosen.workdir / 'kv_cache.png'
   caches.kv_cache(rows, title, figure)
-  reports.show(table, f'recorded in {chosen.workdir}, figure {figure}')
+  printing.show(table, f'recorded in {chosen.workdir}, figure {figure}')
 
 
 def short(count: int) -> str:

@@ -27,7 +27,7 @@ from ml_collections import ConfigDict
 from rich import box
 from rich.table import Table
 
-from experiments import command_line, folders, reports, settings
+from experiments import command_line, folders, printing, reports, settings
 from experiments.figures import caches
 from experiments.points import (
   EQUAL_PARAMS,
@@ -190,7 +190,7 @@ def report(rows: Sequence[Row], chosen: Settings) -> None:
       own = [line for line in lines if line['rotary'] == p]
       texts += [_table(own), answer(own)]
     texts.append(f'recorded in {chosen.workdir}, figure {figure}')
-  reports.show(*texts)
+  printing.show(*texts)
 
 
 def answer(lines: Sequence[dict[str, Any]]) -> str:

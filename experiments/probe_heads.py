@@ -26,7 +26,7 @@ from ml_collections import ConfigDict
 from rich import box
 from rich.table import Table
 
-from experiments import command_line, folders, reports, settings, trained
+from experiments import command_line, folders, printing, settings, trained
 from experiments.figures import heads as heads_figures
 from experiments.trained import BATCH_SIZE
 from mha_jax.analysis import page, probing, pruning
@@ -186,7 +186,7 @@ def report(
     html, maps, texts, rows, title='What heads learn', setting=setting
   )
   names = sorted({row['name'] for row in rows} - {''})
-  reports.show(
+  printing.show(
     _table(rows, setting),
     *(effect(name, rows, model, chosen.batch_size) for name in names),
     CAUTION,

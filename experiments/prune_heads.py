@@ -24,7 +24,14 @@ from ml_collections import ConfigDict
 from rich import box
 from rich.table import Table
 
-from experiments import command_line, folders, reports, timing, trained
+from experiments import (
+  command_line,
+  folders,
+  printing,
+  reports,
+  timing,
+  trained,
+)
 from experiments.figures import heads as heads_figures
 from experiments.suites.case import compiled
 from experiments.trained import BATCH_SIZE
@@ -171,7 +178,7 @@ def report(
   name = chosen.run.name if chosen.run else chosen.config.name
   title = f'{name}, {pruned[0]["heads"]} heads, {KIND.value} ablation'
   heads_figures.prune_heads(curves, title, figure)
-  reports.show(
+  printing.show(
     *map(trained.described, models),
     _curve_table(curves),
     _pruned_table(pruned),

@@ -8,7 +8,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from experiments import reports
+from experiments import printing
 from mha_jax.analysis import advice, costs
 from mha_jax.analysis.candidates import as_python
 from mha_jax.analysis.comparison import differences, explain
@@ -82,9 +82,9 @@ def report(choice: Choice) -> None:
     f'batch {demand.batch}, {demand.devices} x {demand.hardware.name}, '
     f'{demand.objective}:'
   )
-  reports.show(_recommendation(choice.best), most=80)
+  printing.show(_recommendation(choice.best), most=80)
   bullets('Why', advice.reasons(choice))
-  reports.show(_strategies(choice), most=80)
+  printing.show(_strategies(choice), most=80)
   bullets(
     'Closest published models',
     [explain(choice.best, model) for model in choice.closest],
@@ -102,7 +102,7 @@ def bullets(title: str, lines: list[str]) -> None:
   """Prints a list; its words fold."""
   print(f'\n{title}:')
   fold = textwrap.TextWrapper(
-    reports.columns(80) - 1,
+    printing.columns(80) - 1,
     initial_indent='- ',
     subsequent_indent='  ',
     break_long_words=False,

@@ -1,16 +1,12 @@
-"""What experiments print, and what a sweep over head counts shows."""
+"""What a sweep over head counts shows, in numbers and words; rows of CSVs."""
 
-import io
 import math
-import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from flax import traverse_util
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 Summary = dict[str, Any]
@@ -19,59 +15,6 @@ CAPTION = (
   'median and range over seeds; final loss and accuracy on evaluation batches; '
   'steps/s of all seeds together'
 )
-
-
-WIDE = 110
-"""Columns of what goes into a file or a pipe, where COLUMNS does not say."""
-
-
-def show(*parts: str | Table, most: int = WIDE) -> None:
-  """Prints texts as they are, and tables so that no number is cut.
-
-  Words fold where a table is too wide for the terminal; where that is not
-  enough, each row of it becomes a block of lines.
-
-  Args:
-    *parts: texts and tables, in order.
-    most: columns that a table takes at most.
-  """
-  for part in parts:
-    if isinstance(part, str):
-      print(part)
-    else:
-      console = Console(width=columns(most))
-      console.print(part if _fits(part, console.width) else _blocks(part))
-
-
-def columns(most: int = WIDE) -> int:
-  """The columns to print on."""
-  console = Console()
-  told = console.is_terminal or 'COLUMNS' in os.environ
-  return min(most, console.width if told else WIDE)
-
-
-def _fits(table: Table, width: int) -> bool:
-  """Whether every word of a table is whole when it is drawn so wide."""
-  headers = [x.header for x in table.columns] if table.show_header else []
-  cells = [cell for column in table.columns for cell in column.cells]
-  around = [x for x in (table.title, table.caption) if x]
-  words = Counter(' '.join(map(str, [*headers, *cells, *around])).split())
-  drawn = io.StringIO()
-  Console(file=drawn, width=width).print(table)
-  return words <= Counter(drawn.getvalue().split())
-
-
-def _blocks(table: Table) -> Table:
-  """The table with a line for each cell, behind the name of its column."""
-  result = Table(
-    title=table.title, caption=table.caption, box=table.box, show_header=False
-  )
-  for cells in zip(*(column.cells for column in table.columns), strict=True):
-    for column, cell in zip(table.columns, cells, strict=True):
-      words = (str(x).split() for x in (column.header, cell))
-      result.add_row(*map(' '.join, words))
-    result.add_section()
-  return result
 
 
 def fields(config: Mapping[str, Any]) -> dict[str, Any]:

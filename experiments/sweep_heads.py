@@ -26,7 +26,7 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict
 
-from experiments import command_line, folders, reports, settings
+from experiments import command_line, folders, printing, reports, settings
 from experiments.figures import sweeps
 from experiments.points import (
   EQUAL_PARAMS,
@@ -230,7 +230,7 @@ def report(rows: list[Row], chosen: Settings) -> None:
         finished, table, chosen.threshold, chosen.title, figure
       )
     texts.append(f'recorded in {chosen.workdir}, figure {figure}')
-  reports.show(*texts)
+  printing.show(*texts)
 
 
 if __name__ == '__main__':

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import pathlib
 import signal
 import tempfile
@@ -382,23 +381,6 @@ class PipeTest(parameterized.TestCase):
     self.assertContainsSubset(
       {'results.csv', 'sweep_heads.png'}, scripts.names(folder)
     )
-
-  def test_nobody_reads(self):
-    """Writing and flushing go on in silence, and only there."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    stream = command_line._Quiet(os.fdopen(writer, 'w'))
-    for _ in range(3):
-      self.assertEqual(stream.write('x' * 10_000), 10_000)
-      stream.writelines(['a\n', 'b\n'])
-      stream.flush()
-    stream.close()
-    with tempfile.TemporaryFile('w+') as file:
-      stream = command_line._Quiet(file)
-      stream.write('heard')
-      stream.flush()
-      file.seek(0)
-      self.assertEqual(file.read(), 'heard')
 
 
 class SmallPartsTest(parameterized.TestCase):
