@@ -19,7 +19,7 @@ from typing import NoReturn, TypeVar
 
 from absl import flags
 from jax.errors import JaxRuntimeError
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict, FrozenConfigDict, config_flags
 
 from experiments import help_text, printing, settings
 from mha_jax.training.record import RecordError
@@ -94,6 +94,8 @@ def load_config(source: str) -> ConfigDict:
       f'--config={source}: get_config must return a ConfigDict, not a '
       f'{type(config).__name__}'
     )
+  if isinstance(config, FrozenConfigDict):
+    config = config.as_configdict()
   of_variants = variants.split(',') if variants else []
   default_name = '-'.join([pathlib.Path(name).stem, *of_variants])
   settings.complete(config, default_name)

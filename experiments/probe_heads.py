@@ -89,6 +89,7 @@ def answer(chosen: Settings) -> int:
     (model,) = models
   else:
     model = trained.load(chosen.run)
+    settings.announce([model.experiment])
   rows = score(model, chosen.batch_size)
   report(rows, model, chosen)
   return 0

@@ -29,6 +29,7 @@ from experiments import (
   folders,
   printing,
   reports,
+  settings,
   timing,
   trained,
 )
@@ -90,6 +91,7 @@ def answer(chosen: Settings) -> int:
       return command_line.exit_code(stopped_by)
   else:
     models = [trained.load(chosen.run)]
+    settings.announce(x.experiment for x in models)
   curves = [row for model in models for row in removal_curves(model)]
   pruned = [prune(model) for model in models]
   report(models, curves, pruned, chosen)

@@ -60,8 +60,9 @@ def _fill(section: ConfigDict, kind: Any) -> None:
     if not (field.init and plain) or field.name in section:
       continue
     if value is None:
-      types = typing.get_args(typing.get_type_hints(kind)[field.name])
-      value = config_dict.placeholder(next(iter(types), object))
+      first = next(iter(typing.get_args(field.type)), object)
+      of = first if first in (bool, int, float, str) else object
+      value = config_dict.placeholder(of)
     section[field.name] = value
 
 

@@ -270,6 +270,25 @@ class LoadConfigTest(parameterized.TestCase):
         config.model[field] = bad
 
   @parameterized.parameters(
+    'FrozenConfigDict(x)',
+    'ConfigDict(x).lock()',
+    'ConfigDict(x)',
+    'ConfigDict()',
+  )
+  def test_any_config_dict(self, made):
+    """Frozen, locked, or without anything: its fields are flags."""
+    self.path.write_text(
+      'from ml_collections import ConfigDict, FrozenConfigDict\n'
+      'x = {"train": {"steps": 30}}\n'
+      f'def get_config(): return {made}\n'
+    )
+    result = scripts.call(
+      train, f'--config={self.path}', '--config.train.steps=0'
+    )
+    self.assertEqual(result.code, 2)
+    self.assertIn('steps=0 must be', result.err)
+
+  @parameterized.parameters(
     ('{"modle": {}}', "['modle']"),
     ('{"model": {"num_head": 3}}', "['num_head']"),
     ('{"model": 3}', "['model']"),
