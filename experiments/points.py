@@ -75,10 +75,6 @@ class Point:
     experiment = record.as_json(self.experiment)
     if 'digest' in experiment['task']:  # tells the text, wherever it lies
       experiment['task']['path'] = None
-    optimizer = experiment['optimizer']  # as keys were before it had these
-    for name in ('name', 'options'):
-      if optimizer[name] is None:
-        del optimizer[name]
     text = json.dumps(
       {'experiment': experiment, 'seeds': list(self.seeds)}, sort_keys=True
     )
