@@ -6,6 +6,27 @@
 The default takes three lengths and every suite; `full` takes all lengths from
 64 to 16,384 tokens and more rounds. PyTorch is a contender where it is
 installed (extra `parity`).
+
+Fields:
+  suites: of attention, module, decoder, train, decode, with commas between.
+  rounds: times that each contender is run, in turn.
+  memory: whether to measure memory, in processes of their own.
+  lengths: tokens of suite attention, with commas between.
+  batch_size: sequences of suite attention.
+  num_heads: heads of suites attention, module and decoder, a multiple of 4.
+  head_dim: features of a head of suite attention.
+  window: keys of its sliding window.
+  max_scores_gib: GiB of scores beyond which who makes them all is left out.
+  module_lengths: tokens of suite module, with commas between.
+  module_batch_size: sequences of suite module.
+  module_d_model: width of suites module and decoder.
+  decoder_lengths: tokens of suite decoder, with commas between.
+  decoder_layers: layers of suite decoder.
+  train_heads: heads of suite train, with commas between.
+  train_steps: optimiser steps of suite train.
+  decode_tokens: tokens in the cache of suite decode.
+  decode_batch_size: sequences of suite decode.
+  tiny: whether suite decode takes small sizes.
 """
 
 from ml_collections import ConfigDict

@@ -3,6 +3,14 @@
   python -m experiments.check_costs    (15 s)
 
 The argument after a colon: tiny.
+
+Fields:
+  d_model: width of the residual stream.
+  num_heads: query heads.
+  num_layers: layers.
+  length: tokens in the cache.
+  batch_size: sequences decoded at once.
+  rounds: times that each model is run, in turn.
 """
 
 from ml_collections import ConfigDict

@@ -8,6 +8,23 @@ its sizes MQA has 43.75 % fewer attention parameters than MHA and a cache of an
 eighth, 64 KiB for 512 KiB. Variants: tiny, and published shapes (gpt2,
 llama3_8b, llama3_70b, mistral_7b, deepseek_v2_lite, deepseek_v2, deepseek_v3),
 whose rows come from formulas alone: nothing is allocated.
+
+Fields:
+  d_model: width of the residual stream.
+  num_heads: query heads.
+  head_dim: features of a head; None: d_model / num_heads.
+  num_layers: layers that numbers are sums over.
+  kv_heads: key/value heads of the GQA rows, with commas between; empty: none.
+  ranks: latent ranks of the MLA rows, likewise.
+  qk_rope_head_dim: rotary features of MLA.
+  v_head_dim: features of MLA's value heads; None: head_dim.
+  q_lora_rank: rank of MLA's query latent; None: none.
+  window: slots of a ring cache; None: all tokens are kept.
+  length: tokens in the cache.
+  batch_size: sequences.
+  dtype: of cache and parameters, bfloat16, float16 or float32.
+  decode_steps: steps that are timed; 0: nothing is allocated or run.
+  repeats: times that they are timed.
 """
 
 from typing import Any

@@ -18,6 +18,8 @@ import importlib
 import json
 import pathlib
 import statistics
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 from absl import flags
@@ -26,7 +28,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from experiments import command_line, settings, timing
+from experiments import command_line, folders, printing, reports, timing
 from experiments.figures import speed
 from experiments.suites.case import HAS_TORCH, Case, Run
 from mha_jax.attention import checks
@@ -46,6 +48,7 @@ class Settings:
   cases: tuple[Case, ...]
   config: ConfigDict
   workdir: pathlib.Path
+  asked: Mapping[str, Any]
 
 
 def parse() -> Settings:
@@ -71,8 +74,10 @@ def parse() -> Settings:
   if unknown := sorted(set(chosen) - set(SUITES)):
     raise ValueError(f'--config.suites has {unknown}; the suites are {SUITES}')
   cases = tuple(case for suite in chosen for case in suite_cases(suite, config))
-  workdir = settings.workdir_from(flags.FLAGS.workdir, config.name)
-  return Settings(cases, config, workdir)
+  workdir = folders.named(config.name)
+  asked = folders.asked(config, free=OPEN)
+  record.check_same_config(workdir, asked)
+  return Settings(cases, config, workdir, asked)
 
 
 def suite_cases(suite: str, config: ConfigDict) -> list[Case]:
@@ -86,12 +91,11 @@ def suite_cases(suite: str, config: ConfigDict) -> list[Case]:
 def main(chosen: Settings) -> int:
   path = chosen.workdir / 'results.jsonl'
   if not HAS_TORCH:
-    print("PyTorch is not installed and takes no part: pip install '.[parity]'")
-  with record.exclusive(chosen.workdir), stop_on_signal() as request:
-    same = {k: v for k, v in chosen.config.to_dict().items() if k not in OPEN}
-    record.claim(chosen.workdir, same)
+    note = "PyTorch is not installed and takes no part: pip install '.[parity]'"
+    print(note, file=sys.stderr)
+  with folders.kept(chosen.workdir, chosen.asked), stop_on_signal() as request:
     done = {row['key']: row for row in record.read_jsonl(path, *ROW)}
-    console = Console()
+    console = Console(stderr=True)
     for number, case in enumerate(chosen.cases, 1):
       if case.key not in done:
         console.print(f'{number}/{len(chosen.cases)} {case.key}', style='dim')
@@ -126,7 +130,8 @@ def measure(
       runs[name]()
     except Exception as error:  # whatever it is, the others go on
       first = str(error).strip().splitlines()[:1]
-      print(f'{name} takes no part: {type(error).__name__}: {"".join(first)}')
+      why = f'{type(error).__name__}: {"".join(first)}'
+      print(f'{name} takes no part: {why}', file=sys.stderr)
       runs.pop(name, None)
   if not runs:
     return None
@@ -155,24 +160,29 @@ def contender_run(suite: str, config: str, key: str, name: str) -> Run:
 
 
 def report(rows: list[dict[str, Any]], chosen: Settings) -> None:
-  """Prints a table for each case; writes CSV and figure."""
-  console = Console()
+  """Writes CSV and figure; prints a table for each case."""
+  texts: list[Any] = []
   flat: list[dict[str, Any]] = []
   for case in rows:
     sizes = ', '.join(f'{k}={x}' for k, x in case['setting'].items())
-    console.print(f'{case["suite"]}: {case["task"]} ({sizes})')
-    console.print(case_table(case['rows']))
+    texts.append(f'{case["suite"]}: {case["task"]} ({sizes})')
+    texts.append(case_table(case['rows']))
     head = {'suite': case['suite'], 'task': case['task'], 'setting': sizes}
     flat += [head | row for row in case['rows']]
   names = list(dict.fromkeys(name for row in flat for name in row))
   csv_path = chosen.workdir / 'results.csv'
-  record.write_csv(csv_path, [{n: row.get(n) for n in names} for row in flat])
-  print(f'recorded in {chosen.workdir}')
+  same = {k: x for k, x in chosen.config.to_dict().items() if k not in OPEN}
+  table = [
+    {n: row.get(n) for n in names} | reports.fields(same) for row in flat
+  ]
+  record.write_csv(csv_path, table)
+  texts.append(f'recorded in {chosen.workdir}')
   by_length = [case for case in rows if case['task'].startswith('causal')]
   if len({case['setting']['t'] for case in by_length}) > 1:
     figure = chosen.workdir / 'benchmark.png'
     speed.benchmark(by_length, figure)
-    print(f'figure {figure}')
+    texts.append(f'figure {figure}')
+  printing.show(*texts)
 
 
 def case_table(rows: list[dict[str, Any]]) -> Table:

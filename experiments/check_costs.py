@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import pathlib
 import statistics
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -20,10 +21,16 @@ import jax.numpy as jnp
 from absl import flags
 from ml_collections import ConfigDict
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
-from experiments import command_line, settings, timing
+from experiments import (
+  command_line,
+  folders,
+  printing,
+  reports,
+  settings,
+  timing,
+)
 from experiments.suites.case import Run
 from mha_jax.analysis import hardware, model_shape, roofline
 from mha_jax.attention import checks
@@ -39,7 +46,9 @@ class Settings:
   length: int
   batch_size: int
   rounds: int
+  config: ConfigDict
   workdir: pathlib.Path
+  asked: Mapping[str, Any]
 
 
 def parse() -> Settings:
@@ -47,17 +56,19 @@ def parse() -> Settings:
   settings.check_fields(config, ('name', *SIZES))
   for name in SIZES:
     checks.positive(f'--config.{name}', config[name])
-  workdir = settings.workdir_from(flags.FLAGS.workdir, config.name)
-  return Settings(
-    models_of(config), config.length, config.batch_size, config.rounds, workdir
-  )
+  models = models_of(config)
+  workdir, asked = folders.named(config.name), folders.asked(config)
+  record.check_same_config(workdir, asked)
+  sizes = (config.length, config.batch_size, config.rounds)
+  return Settings(models, *sizes, config, workdir, asked)
 
 
 def models_of(config: ConfigDict) -> dict[str, DecoderConfig]:
-  """The decoders by name: MHA, GQA, and MLA.
+  """The decoders by name: MHA, GQA unless it is MHA, and MLA.
 
   GQA has a quarter of the heads with keys and values, or the next divisor
-  below; MLA half of a head's features that rotate, or the next even number.
+  below, so that with one head it is MHA; MLA half of a head's features that
+  rotate, or the next even number.
   """
   h = config.num_heads
   checks.divides('--config.num_heads', h, '--config.d_model', config.d_model)
@@ -78,9 +89,10 @@ def models_of(config: ConfigDict) -> dict[str, DecoderConfig]:
     mlp_dim=4 * config.d_model,
     positions='rope',
   )
+  gqa = {'GQA': make(attention='gqa', num_kv_heads=n)} if n < h else {}
   return {
     'MHA': make(),
-    'GQA': make(attention='gqa', num_kv_heads=n),
+    **gqa,
     'MLA': make(
       attention='mla',
       kv_lora_rank=4 * k,
@@ -91,8 +103,18 @@ def models_of(config: ConfigDict) -> dict[str, DecoderConfig]:
 
 
 def main(chosen: Settings) -> int:
+  with folders.kept(chosen.workdir, chosen.asked):
+    rows, words = measure(chosen)
+    fields = reports.fields(chosen.config.to_dict())
+    table = [row | fields for row in rows]
+    record.write_csv(chosen.workdir / 'results.csv', table)
+  printing.show(words, _table(rows), f'recorded in {chosen.workdir}')
+  return 0
+
+
+def measure(chosen: Settings) -> tuple[list[dict[str, Any]], str]:
+  """A row for each model, and what was measured in words."""
   length, batch = chosen.length, chosen.batch_size
-  chosen.workdir.mkdir(parents=True, exist_ok=True)
   cpu = hardware.measure_cpu()
   place = roofline.Placement(cpu, param_dtype='fp32', cache_dtype='fp32')
   runs = {name: _step(x, length, batch) for name, x in chosen.models.items()}
@@ -105,15 +127,12 @@ def main(chosen: Settings) -> int:
     measured = statistics.median(seconds[name])
     row = {'model': name, 'predicted': step.seconds, 'measured': measured}
     rows.append(row | {'ratio': measured / step.seconds, 'bound': step.bound})
-  print(
+  words = (
     f'{cpu.flops / 1e9:.0f} GFLOP/s, {cpu.bandwidth / 1e9:.0f} GB/s; d_model = '
     f'{model.d_model}, {model.num_heads} heads, {model.num_layers} layers, '
     f'{length} tokens, batch {batch}, float32'
   )
-  Console().print(_table(rows))
-  record.write_csv(chosen.workdir / 'results.csv', rows)
-  print(f'recorded in {chosen.workdir}')
-  return 0
+  return rows, words
 
 
 def _step(model: DecoderConfig, length: int, batch_size: int) -> Run:

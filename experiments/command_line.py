@@ -2,8 +2,9 @@
 
 `run(parse, main)` reads the flags, lets `parse` turn them into settings, and
 hands those to `main`. Bad input, wherever parsing meets it, is one line on
-standard error and exit code 2. `--help` shows the script, its own flags and
-the fields of its config.
+standard error and exit code 2. A reader of the output who goes, as `head`
+does, ends nothing. `--help` shows the script, its own flags and the fields of
+its config.
 """
 
 import difflib
@@ -12,13 +13,15 @@ import pathlib
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import NoReturn, TypeVar
 
 from absl import flags
 from jax.errors import JaxRuntimeError
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict, FrozenConfigDict, config_flags
 
+from experiments import help_text, printing, settings
 from mha_jax.training.record import RecordError
 
 Settings = TypeVar('Settings')
@@ -40,22 +43,30 @@ def run(
     main: does the work.
     default_config: the config file, where the user names none.
   """
+  with printing.heard_or_not():
+    _run(parse, main, default_config)
+
+
+def _run(
+  parse: Callable[[], Settings],
+  main: Callable[[Settings], int],
+  default_config: str,
+) -> NoReturn:
+  """`run` without care for who reads."""
   arguments = [a for a in sys.argv if a not in HELP]
   wants_help = len(arguments) < len(sys.argv)
   try:
     source, arguments = _take_config(arguments, default_config)
     _define_flags(source, load_config(source), arguments)
-    rest = flags.FLAGS(arguments)
-    if len(rest) > 1:
-      raise ValueError(f'unknown argument {rest[1]!r}; flags start with --')
-    settings = None if wants_help else parse()
+    _parse_flags(arguments)
+    chosen = None if wants_help else parse()
   except USER_ERRORS as error:
     _refuse(error)
-  if settings is None:
-    print(_help(source))
+  if chosen is None:
+    print(help_text.whole(source, config_module(source), own_flags()))
     sys.exit(0)
   try:
-    sys.exit(main(settings))
+    sys.exit(main(chosen))
   except (OSError, RecordError, JaxRuntimeError) as error:
     _refuse(error)
   except FloatingPointError as error:
@@ -67,17 +78,46 @@ def run(
 
 
 def load_config(source: str) -> ConfigDict:
-  """The config that FILE[:variants] describes.
+  """The config that FILE[:variants] describes, with what it leaves out.
 
   Raises:
     ValueError: no such file, or it does not give a config.
   """
   name, colon, variants = source.partition(':')
+  module = config_module(source)
+  try:
+    config = module.get_config(*([variants] if colon else []))
+  except (Exception, SystemExit) as error:  # the file may hold any code
+    raise _config_error(source, error) from error
+  if not isinstance(config, ConfigDict):
+    raise ValueError(
+      f'--config={source}: get_config must return a ConfigDict, not a '
+      f'{type(config).__name__}'
+    )
+  if isinstance(config, FrozenConfigDict):
+    config = config.as_configdict()
+  of_variants = variants.split(',') if variants else []
+  default_name = '-'.join([pathlib.Path(name).stem, *of_variants])
+  settings.complete(config, default_name)
+  return config
+
+
+def config_module(source: str) -> ModuleType:
+  """The module of FILE[:variants].
+
+  Raises:
+    ValueError: no such file, or it is no Python.
+  """
+  name = source.partition(':')[0]
   path = pathlib.Path(name)
   if not path.is_file():
+    there = path.parts[:1] != ('configs',) or pathlib.Path('configs').is_dir()
     raise ValueError(
       f'--config={source}: no file {name!r}; name a Python file with '
       'get_config, for instance configs/copy_task.py'
+      if there
+      else f'--config={source}: no folder configs here; change to the checkout '
+      'of mha_jax, where README.md lies, or name a file'
     )
   spec = importlib.util.spec_from_file_location('config_file', path)
   if spec is None or spec.loader is None:
@@ -85,16 +125,15 @@ def load_config(source: str) -> ConfigDict:
   module = importlib.util.module_from_spec(spec)
   try:
     spec.loader.exec_module(module)
-    config = module.get_config(*([variants] if colon else []))
   except (Exception, SystemExit) as error:  # the file may hold any code
-    kind = '' if isinstance(error, ValueError) else f'{type(error).__name__}: '
-    raise ValueError(f'--config={source}: {kind}{error}') from error
-  if not isinstance(config, ConfigDict):
-    raise ValueError(
-      f'--config={source}: get_config must return a ConfigDict, not a '
-      f'{type(config).__name__}'
-    )
-  return config
+    raise _config_error(source, error) from error
+  return module
+
+
+def _config_error(source: str, error: BaseException) -> ValueError:
+  """What a config file raised, as one that names the file."""
+  kind = '' if isinstance(error, ValueError) else f'{type(error).__name__}: '
+  return ValueError(f'--config={source}: {kind}{error}')
 
 
 def _refuse(error: Exception) -> NoReturn:
@@ -126,32 +165,68 @@ def exit_code(stopped_by: signal.Signals) -> int:
   return 0 if stopped_by == signal.SIGTERM else 128 + stopped_by
 
 
+def own_flags() -> dict[str, flags.Flag]:
+  """The experiment's flags by name, but for those of its config."""
+  script = sys.modules['__main__']
+  by_module = flags.FLAGS.flags_by_module_dict()
+  own = (sys.argv[0], script.__name__)
+  return {
+    flag.name: flag
+    for module in by_module
+    if module in own or 'experiments' in module
+    for flag in by_module[module]
+    if flag.name.partition('.')[0] != 'config'
+  }
+
+
+def merge(config: ConfigDict, short: Mapping[str, flags.FlagHolder]) -> None:
+  """Puts flags that are short for fields of the config into it.
+
+  Raises:
+    ValueError: the field is given too, with another value.
+  """
+  for name, holder in short.items():
+    if holder.value is None:
+      continue
+    field = f'config.{name}'
+    if field in flags.FLAGS and config[name] != holder.value:
+      raise ValueError(
+        f'--{name}={holder.value} and --{field}={config[name]} contradict each '
+        'other; give one'
+      )
+    config[name] = holder.value
+
+
 def _take_config(arguments: list[str], default: str) -> tuple[str, list[str]]:
   """Takes --config FILE out of the arguments."""
-  source, rest, i = default, [], 0
+  sources: list[str] = []
+  rest, i = [], 0
   while i < len(arguments):
     name, equals, value = arguments[i].partition('=')
     if name in ('--config', '-config'):
       if not equals:
         i += 1
         value = ''.join(arguments[i : i + 1])
-      source = value
+        if not value or value.startswith('-'):
+          raise ValueError('--config needs a value; write --config=FILE')
+      sources.append(value)
     else:
       rest.append(arguments[i])
     i += 1
-  return source, rest
+  if len(sources) > 1:
+    raise ValueError(f'--config is given {len(sources)} times; give it once')
+  return (sources or [default])[0], rest
 
 
 def _define_flags(
   source: str, config: ConfigDict, arguments: list[str]
 ) -> None:
   """The flags that all experiments have: --config.FIELD and --workdir."""
-  known = [line.partition('=')[0] for line in _fields(config)]
+  known = help_text.fields(config)
   for argument in arguments:
     override = re.match(r'--?(?:no)?config\.([^=]*)', argument)
     if override and override[1] not in known:
-      close = difflib.get_close_matches(override[1], known, n=1)
-      hint = f'did you mean {close[0]}?' if close else '--help lists the fields'
+      hint = _close(override[1], _by_last_name(config) | _by_name(config))
       raise ValueError(
         f'--config.{override[1]}: {source} has no such field; {hint}'
       )
@@ -161,28 +236,51 @@ def _define_flags(
   )
 
 
-def _help(source: str) -> str:
-  """The script's docstring, its flags, and the fields of its config."""
-  script = sys.modules['__main__']
-  parts = [(script.__doc__ or '').strip(), '', 'Flags:']
-  parts += [f'  --config={source}', '      FILE[:variants] with get_config']
-  by_module = flags.FLAGS.flags_by_module_dict()
-  own = (sys.argv[0], script.__name__)
-  for module in [x for x in by_module if x in own or 'experiments' in x]:
-    for flag in by_module[module]:
-      if flag.name.partition('.')[0] != 'config':
-        default = '' if flag.default is None else f'={flag.default_as_str}'
-        parts += [f'  --{flag.name}{default}', f'      {flag.help}']
-  parts += ['', 'Fields of the config (--config.FIELD=VALUE):']
-  parts += [f'  {line}' for line in _fields(flags.FLAGS.config)]
-  return '\n'.join(parts)
+def _parse_flags(arguments: list[str]) -> None:
+  """Reads the flags.
+
+  Raises:
+    ValueError: one is unknown, lacks its value, is empty where that would
+      mean its default, or is given twice.
+    flags.Error: a value is of the wrong type.
+  """
+  for argument, after in zip(arguments, [*arguments[1:], '--'], strict=True):
+    name = argument.lstrip('-')
+    known = argument.startswith('-') and name in flags.FLAGS
+    if known and not flags.FLAGS[name].boolean and after.startswith('--'):
+      raise ValueError(f'--{name} needs a value; write --{name}=VALUE')
+  try:
+    rest = flags.FLAGS(arguments)
+  except flags.UnrecognizedFlagError as error:
+    names = _by_last_name(flags.FLAGS['config'].value)
+    hint = _close(error.flagname, names | {x: f'--{x}' for x in own_flags()})
+    raise ValueError(f'unknown flag --{error.flagname}; {hint}') from error
+  if len(rest) > 1:
+    raise ValueError(f'unknown argument {rest[1]!r}; flags start with --')
+  for name in flags.FLAGS:
+    flag = flags.FLAGS[name]
+    if flag.present and flag.value == '' and flag.default is None:
+      raise ValueError(
+        f'--{name}= is empty; give it a value, or leave it out for the default'
+      )
+    if flag.present > 1 and not isinstance(flag.value, tuple):
+      raise ValueError(f'--{name} is given {flag.present} times; give it once')
 
 
-def _fields(config: ConfigDict, prefix: str = '') -> list[str]:
-  lines = []
-  for name, value in config.items():
-    if isinstance(value, ConfigDict):
-      lines += _fields(value, f'{prefix}{name}.')
-    else:
-      lines.append(f'{prefix}{name}={value}')
-  return lines
+def _by_name(config: ConfigDict) -> dict[str, str]:
+  """The flags of a config's fields by field, as train.steps."""
+  return {x: f'--config.{x}' for x in help_text.fields(config)}
+
+
+def _by_last_name(config: ConfigDict) -> dict[str, str]:
+  """The same by the field's own name, as steps."""
+  flag_of = _by_name(config)
+  return {x.rpartition('.')[2]: flag for x, flag in flag_of.items()}
+
+
+def _close(name: str, known: Mapping[str, str]) -> str:
+  """What the user may have meant: the value of the nearest key."""
+  close = difflib.get_close_matches(name, known, n=1)
+  if close:
+    return f'did you mean {known[close[0]]}?'
+  return '--help lists flags and fields'

@@ -19,13 +19,20 @@ import json
 import math
 import pathlib
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict
-from rich.console import Console
 
-from experiments import command_line, model_costs, recommendation, settings
+from experiments import (
+  command_line,
+  folders,
+  model_costs,
+  printing,
+  recommendation,
+  settings,
+)
 from experiments.figures import configurator
 from mha_jax.analysis import advice, costs
 from mha_jax.analysis.comparison import closest
@@ -83,20 +90,20 @@ class Settings:
   demand: Demand
   answer: Choice | Published
   workdir: pathlib.Path
+  asked: Mapping[str, Any]
 
 
 def parse() -> Settings:
   config = flags.FLAGS.config
   settings.check_fields(config, ('name', *OVERRIDES))
-  for name, holder in OVERRIDES.items():
-    if holder.value is not None:
-      config[name] = holder.value
-  workdir = settings.workdir_from(flags.FLAGS.workdir, config.name)
+  command_line.merge(config, OVERRIDES)
+  workdir, asked = folders.named(config.name), folders.asked(config)
+  record.check_same_config(workdir, asked)
   if config.model is not None:
     _check_given(config.model)
   demand = _demand(config)
   answer = choose(demand) if config.model is None else published(config.model)
-  return Settings(demand, answer, workdir)
+  return Settings(demand, answer, workdir, asked)
 
 
 def _check_given(model: str) -> None:
@@ -154,8 +161,14 @@ def parse_size(name: str, text: str, thousand: int) -> float:
 
 
 def main(chosen: Settings) -> int:
+  with folders.kept(chosen.workdir, chosen.asked):
+    report(chosen)
+  return 0
+
+
+def report(chosen: Settings) -> None:
+  """Writes JSON and the figure; prints the answer."""
   demand, answer = chosen.demand, chosen.answer
-  chosen.workdir.mkdir(parents=True, exist_ok=True)
   if isinstance(answer, Choice):
     result = recommendation.as_dict(answer)
     configurator.configure_heads(
@@ -170,10 +183,9 @@ def main(chosen: Settings) -> int:
     recommendation.report(answer)
     print(f'recorded in {chosen.workdir}, figure {chosen.workdir / FIGURE}')
   else:
-    Console(width=80).print(model_costs.table(answer, demand, result))
+    printing.show(model_costs.table(answer, demand, result), most=80)
     recommendation.bullets('What this does not know', [advice.TIMES])
     print(f'recorded in {chosen.workdir}')
-  return 0
 
 
 if __name__ == '__main__':

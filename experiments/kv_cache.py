@@ -18,6 +18,7 @@ import json
 import pathlib
 import statistics
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -25,10 +26,9 @@ import jax.numpy as jnp
 from absl import flags
 from ml_collections import ConfigDict
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
-from experiments import command_line, settings
+from experiments import command_line, folders, printing, reports
 from experiments.figures import caches
 from mha_jax.attention import (
   AttentionConfig,
@@ -55,13 +55,14 @@ class Settings:
   rows: tuple[tuple[str, AttentionConfig], ...]
   config: ConfigDict
   workdir: pathlib.Path
+  asked: Mapping[str, Any]
 
 
 def parse() -> Settings:
   config = flags.FLAGS.config
   if LENGTH.value is not None:
     checks.positive('--length', LENGTH.value)
-    config.length = LENGTH.value
+  command_line.merge(config, {'length': LENGTH})
   sizes = ('d_model', 'num_heads', 'num_layers', 'length', 'batch_size')
   for name in (*sizes, 'repeats'):
     checks.positive(f'--config.{name}', config[name])
@@ -70,8 +71,10 @@ def parse() -> Settings:
     raise ValueError(f'--config.dtype={config.dtype!r} must be in {DTYPES}')
   if config.window is not None:
     checks.positive('--config.window', config.window)
-  workdir = settings.workdir_from(flags.FLAGS.workdir, config.name)
-  return Settings(tuple(variants(config)), config, workdir)
+  rows = tuple(variants(config))
+  workdir, asked = folders.named(config.name), folders.asked(config)
+  record.check_same_config(workdir, asked)
+  return Settings(rows, config, workdir, asked)
 
 
 def variants(config: ConfigDict) -> list[tuple[str, AttentionConfig]]:
@@ -82,12 +85,15 @@ def variants(config: ConfigDict) -> list[tuple[str, AttentionConfig]]:
     'use_bias': False,
     'rope': Rope(),
   }
-  rows = [('MHA', build('mha', **grouped))]
+  rows = [('MHA', _build('num_heads', config, 'mha', **grouped))]
   for n in _numbers('kv_heads', config.kv_heads):
-    rows.append((f'GQA n={n}', build('gqa', num_kv_heads=n, **grouped)))
-  rows.append(('MQA', build('mqa', **grouped)))
+    gqa = _build('kv_heads', config, 'gqa', num_kv_heads=n, **grouped)
+    rows.append((f'GQA n={n}', gqa))
+  rows.append(('MQA', _build('num_heads', config, 'mqa', **grouped)))
   for rank in _numbers('ranks', config.ranks):
-    mla = build(
+    mla = _build(
+      'ranks',
+      config,
       'mla',
       kv_lora_rank=rank,
       q_lora_rank=config.q_lora_rank,
@@ -100,6 +106,16 @@ def variants(config: ConfigDict) -> list[tuple[str, AttentionConfig]]:
   return rows
 
 
+def _build(
+  field: str, config: ConfigDict, kind: str, **options: Any
+) -> AttentionConfig:
+  """The config of a variant; an error names the field that asks for it."""
+  try:
+    return build(kind, **options)
+  except ValueError as error:
+    raise ValueError(f'--config.{field}={config[field]}: {error}') from error
+
+
 def _numbers(name: str, text: str) -> list[int]:
   """A list of numbers in a config's string; empty: none."""
   if not text:
@@ -108,6 +124,13 @@ def _numbers(name: str, text: str) -> list[int]:
 
 
 def main(chosen: Settings) -> int:
+  with folders.kept(chosen.workdir, chosen.asked):
+    report(chosen, count(chosen))
+  return 0
+
+
+def count(chosen: Settings) -> list[dict[str, Any]]:
+  """A row for each variant."""
   config = chosen.config
   slots = min(config.length, config.window or config.length)
   tokens = slots * config.batch_size * config.num_layers
@@ -129,8 +152,7 @@ def main(chosen: Settings) -> int:
     row['cache_share'] = row['cache_bytes'] / rows[0]['cache_bytes']
   if config.decode_steps:
     measure(chosen, slots, rows)
-  report(chosen, rows)
-  return 0
+  return rows
 
 
 def measure(chosen: Settings, slots: int, rows: list[dict[str, Any]]) -> None:
@@ -187,7 +209,7 @@ def decode(
 
 
 def report(chosen: Settings, rows: list[dict[str, Any]]) -> None:
-  """Prints the table; writes CSV, JSON lines and the figure."""
+  """Writes CSV, JSON lines and the figure; prints the table."""
   config = chosen.config
   title = (
     f'd_model={config.d_model}, {config.num_heads} heads, {config.num_layers} '
@@ -209,15 +231,13 @@ def report(chosen: Settings, rows: list[dict[str, Any]]) -> None:
       f'1/{1 / row["cache_share"]:.4g}',
       *([f'{row["tokens_per_s"]:,.0f}'] if measured else []),
     )
-  Console().print(table)
-  chosen.workdir.mkdir(parents=True, exist_ok=True)
+  rows = [row | reports.fields(config.to_dict()) for row in rows]
   record.write_csv(chosen.workdir / 'results.csv', rows)
   lines = ''.join(json.dumps(row) + '\n' for row in rows)
   record.write_text(chosen.workdir / 'results.jsonl', lines)
-  record.write_json(chosen.workdir / 'env.json', record.environment())
   figure = chosen.workdir / 'kv_cache.png'
   caches.kv_cache(rows, title, figure)
-  print(f'recorded in {chosen.workdir}, figure {figure}')
+  printing.show(table, f'recorded in {chosen.workdir}, figure {figure}')
 
 
 def short(count: int) -> str:

@@ -18,17 +18,16 @@ are kept.
 import dataclasses
 import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
-from experiments import command_line, reports, settings
+from experiments import command_line, folders, printing, reports, settings
 from experiments.figures import caches
 from experiments.points import (
   EQUAL_PARAMS,
@@ -55,6 +54,7 @@ class Settings:
   points: tuple[Point, ...]
   title: str
   workdir: pathlib.Path
+  asked: Mapping[str, Any]
 
 
 def parse() -> Settings:
@@ -75,14 +75,15 @@ def parse() -> Settings:
       'commas between'
     )
   points = points_of(config, sorted(set(sizes)), ranks)
-  name = f'mla_rank-{config.name}' + '-equal' * EQUAL_PARAMS.value
-  workdir = settings.workdir_from(flags.FLAGS.workdir, name)
+  workdir = folders.named(f'mla_rank-{config.name}')
+  asked = folders.asked(config, free=('ranks', 'rotary'))
+  record.check_same_config(workdir, asked)
   model = points[0].experiment.model
   title = (
     f'{config.name}, {model.num_layers} layers, d_model = {model.d_model}, '
     f'{model.num_heads} heads' + ', equal parameters' * EQUAL_PARAMS.value
   )
-  return Settings(points, title, workdir)
+  return Settings(points, title, workdir, asked)
 
 
 def points_of(
@@ -141,15 +142,10 @@ def _experiment(config: ConfigDict, changes: dict[str, Any]) -> Any:
 
 
 def main(chosen: Settings) -> int:
-  rows, stopped_by = train_points(chosen.points, chosen.workdir)
+  rows, stopped_by = train_points(chosen.points, chosen.workdir, chosen.asked)
   if stopped_by is not None:
     return command_line.exit_code(stopped_by)
-  for row in rows:
-    if row['status'] == 'failed':
-      print(f'{row["variant"]}, p={row["rotary"]} failed: {row["error"]}')
-  lines = summarise(rows)
-  if lines:
-    report(lines, chosen)
+  report(rows, chosen)
   return 0 if all(row['status'] == 'finished' for row in rows) else 1
 
 
@@ -175,20 +171,26 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
     line |= reports.spread('bits', bits.tolist())
     line['perplexity'] = 2 ** line['bits_median']
     line |= reports.spread('difference', (bits - reference).tolist())
-    lines.append(line)
+    lines.append(line | reports.fields(row['config']))
   return lines
 
 
-def report(lines: list[dict[str, Any]], chosen: Settings) -> None:
-  """Prints the table and the answer; writes CSV and figure."""
-  for p in dict.fromkeys(line['rotary'] for line in lines):
-    own = [line for line in lines if line['rotary'] == p]
-    Console().print(_table(own))
-    print(answer(own))
-  record.write_csv(chosen.workdir / 'results.csv', lines)
-  figure = chosen.workdir / 'mla_rank.png'
-  caches.mla_rank(lines, chosen.title, figure)
-  print(f'recorded in {chosen.workdir}, figure {figure}')
+def report(rows: Sequence[Row], chosen: Settings) -> None:
+  """Writes CSV and figure; prints failures, the tables and the answers."""
+  texts: list[Any] = [
+    f'{row["variant"]}, p={row["rotary"]} failed: {row["error"]}'
+    for row in rows
+    if row['status'] == 'failed'
+  ]
+  if lines := summarise(rows):
+    record.write_csv(chosen.workdir / 'results.csv', lines)
+    figure = chosen.workdir / 'mla_rank.png'
+    caches.mla_rank(lines, chosen.title, figure)
+    for p in dict.fromkeys(line['rotary'] for line in lines):
+      own = [line for line in lines if line['rotary'] == p]
+      texts += [_table(own), answer(own)]
+    texts.append(f'recorded in {chosen.workdir}, figure {figure}')
+  printing.show(*texts)
 
 
 def answer(lines: Sequence[dict[str, Any]]) -> str:
@@ -235,7 +237,7 @@ def _table(lines: Sequence[dict[str, Any]]) -> Table:
   columns = ('variant', 'params', 'cache', 'of MHA', 'bits', 'ppl')
   for name in (*columns, 'minus MHA'):
     side = 'left' if name == 'variant' else 'right'
-    table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
+    table.add_column(name, justify=side)  # type: ignore[arg-type]
   for x in lines:
     table.add_row(
       x['variant'],

@@ -12,7 +12,7 @@ import hashlib
 import json
 import pathlib
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
+from experiments import folders, settings
 from mha_jax.training import record, train
 from mha_jax.training.progress import ProgressBar
 from mha_jax.training.run import StopRequest, stop_on_signal
@@ -72,6 +73,8 @@ class Point:
   def key(self) -> str:
     """A hash of all that the numbers depend on."""
     experiment = record.as_json(self.experiment)
+    if 'digest' in experiment['task']:  # tells the text, wherever it lies
+      experiment['task']['path'] = None
     text = json.dumps(
       {'experiment': experiment, 'seeds': list(self.seeds)}, sort_keys=True
     )
@@ -79,9 +82,14 @@ class Point:
 
 
 def train_points(
-  points: Sequence[Point], workdir: pathlib.Path
+  points: Sequence[Point], workdir: pathlib.Path, asked: Mapping[str, Any]
 ) -> tuple[list[Row], signal.Signals | None]:
   """The rows of all points, from results.jsonl or by training.
+
+  Args:
+    points: those asked for.
+    workdir: their folder.
+    asked: what else the folder is kept for, see `folders.asked`.
 
   Returns:
     The rows in order of the points; and the signal that stopped it early, in
@@ -90,8 +98,8 @@ def train_points(
     returns, 'failed' ones the error.
   """
   path = workdir / 'results.jsonl'
-  with record.exclusive(workdir), stop_on_signal() as request:
-    record.write_json(workdir / 'env.json', record.environment())
+  settings.announce(point.experiment for point in points)
+  with folders.kept(workdir, asked), stop_on_signal() as request:
     rows = [row for row in record.read_jsonl(path, *ROW) if _is_whole(row)]
     done = {row['key']: row for row in rows}
     for point in points:

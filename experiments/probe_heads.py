@@ -15,6 +15,7 @@ the workdir.
 
 import dataclasses
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -23,10 +24,9 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
-from experiments import command_line, settings, trained
+from experiments import command_line, folders, printing, settings, trained
 from experiments.figures import heads as heads_figures
 from experiments.trained import BATCH_SIZE
 from mha_jax.analysis import page, probing, pruning
@@ -37,8 +37,6 @@ EXAMPLES = flags.DEFINE_integer(
   'examples', 4, 'examples on the page', lower_bound=1, upper_bound=64
 )
 
-WIDTH = 110
-"""Of a table that goes into a file or a pipe."""
 ON_REPEATS = ('duplicate_token', 'prefix_matching')
 CAUTION = (
   'A map that looks like a rule proves nothing about cause: hold every name '
@@ -53,6 +51,7 @@ class Settings:
   examples: int
   batch_size: int
   workdir: pathlib.Path
+  asked: Mapping[str, Any]
 
 
 def parse() -> Settings:
@@ -69,11 +68,20 @@ def parse() -> Settings:
       'repetition needs 4'
     )
   name = run.name if run else config.name
-  workdir = settings.workdir_from(flags.FLAGS.workdir, f'probe_heads-{name}')
-  return Settings(run, config, EXAMPLES.value, BATCH_SIZE.value, workdir)
+  workdir = folders.named(f'probe_heads-{name}')
+  asked = folders.asked(config, run=run)
+  record.check_same_config(workdir, asked)
+  sizes = (EXAMPLES.value, BATCH_SIZE.value)
+  return Settings(run, config, *sizes, workdir, asked)
 
 
 def main(chosen: Settings) -> int:
+  with folders.kept(chosen.workdir, chosen.asked):
+    return answer(chosen)
+
+
+def answer(chosen: Settings) -> int:
+  """Trains or loads the model, and looks into it."""
   if chosen.run is None:
     models, stopped_by = trained.train_models(chosen.config, 1, chosen.workdir)
     if stopped_by is not None:
@@ -81,7 +89,7 @@ def main(chosen: Settings) -> int:
     (model,) = models
   else:
     model = trained.load(chosen.run)
-  chosen.workdir.mkdir(parents=True, exist_ok=True)
+    settings.announce([model.experiment])
   rows = score(model, chosen.batch_size)
   report(rows, model, chosen)
   return 0
@@ -162,21 +170,15 @@ def effect(
 def report(
   rows: list[dict[str, Any]], model: trained.Model, chosen: Settings
 ) -> None:
-  """Prints the table and the caution; writes CSV, figure and page."""
+  """Writes CSVs, figure and page; prints the table and the caution."""
   config, task = model.experiment.model, model.experiment.task
   inputs = trained.batch(model, 0, chosen.examples).inputs
   maps = probing.attention_maps(config, model.params, inputs)
   layers, pairs = divergences(model, trained.batch(model, 0, chosen.batch_size))
   setting = trained.described(model)
-  console = Console()
-  if not console.is_terminal:
-    console = Console(width=WIDTH)
-  console.print(_table(rows, setting))
-  for name in sorted({row['name'] for row in rows} - {''}):
-    print(effect(name, rows, model, chosen.batch_size))
-  print(CAUTION)
-  record.write_csv(chosen.workdir / 'heads.csv', rows)
-  record.write_csv(chosen.workdir / 'divergence.csv', pairs)
+  for name, lines in (('heads', rows), ('divergence', pairs)):
+    table = [line | trained.fields(model) for line in lines]
+    record.write_csv(chosen.workdir / f'{name}.csv', table)
   figure = chosen.workdir / 'probe_heads.png'
   heads_figures.probe_heads(maps, rows, layers, setting, figure)
   html = chosen.workdir / 'probe_heads.html'
@@ -184,7 +186,13 @@ def report(
   page.write_page(
     html, maps, texts, rows, title='What heads learn', setting=setting
   )
-  print(f'recorded in {chosen.workdir}, figure {figure}, page {html}')
+  names = sorted({row['name'] for row in rows} - {''})
+  printing.show(
+    _table(rows, setting),
+    *(effect(name, rows, model, chosen.batch_size) for name in names),
+    CAUTION,
+    f'recorded in {chosen.workdir}, figure {figure}, page {html}',
+  )
 
 
 def _table(rows: list[dict[str, Any]], setting: str) -> Table:
@@ -211,7 +219,7 @@ def _table(rows: list[dict[str, Any]], setting: str) -> Table:
     title=setting, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
   )
   for name in ('head', *names.values(), 'looks like'):
-    table.add_column(name, justify='right', no_wrap=True)
+    table.add_column(name, justify='right')
   for row in rows:
     cells = ['-' if row[name] is None else f'{row[name]:.2f}' for name in names]
     table.add_row(

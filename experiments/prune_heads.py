@@ -14,6 +14,7 @@ recorded run. Writes curves.csv, pruned.csv and prune_heads.png.
 
 import dataclasses
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -21,10 +22,17 @@ import jax.numpy as jnp
 from absl import flags
 from ml_collections import ConfigDict
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
-from experiments import command_line, reports, settings, timing, trained
+from experiments import (
+  command_line,
+  folders,
+  printing,
+  reports,
+  settings,
+  timing,
+  trained,
+)
 from experiments.figures import heads as heads_figures
 from experiments.suites.case import compiled
 from experiments.trained import BATCH_SIZE
@@ -52,6 +60,7 @@ class Settings:
   run: pathlib.Path | None
   config: ConfigDict
   workdir: pathlib.Path
+  asked: Mapping[str, Any]
 
 
 def parse() -> Settings:
@@ -61,14 +70,19 @@ def parse() -> Settings:
   if run is None:
     trained.experiments(config, MODELS.value)
   name = run.name if run else config.name
-  kind = '' if KIND.value == 'zero' else f'-{KIND.value}'
-  workdir = settings.workdir_from(
-    flags.FLAGS.workdir, f'prune_heads-{name}{kind}'
-  )
-  return Settings(run, config, workdir)
+  workdir = folders.named(f'prune_heads-{name}')
+  asked = folders.asked(config, run=run)
+  record.check_same_config(workdir, asked)
+  return Settings(run, config, workdir, asked)
 
 
 def main(chosen: Settings) -> int:
+  with folders.kept(chosen.workdir, chosen.asked):
+    return answer(chosen)
+
+
+def answer(chosen: Settings) -> int:
+  """Trains or loads the models, and prunes them."""
   if chosen.run is None:
     models, stopped_by = trained.train_models(
       chosen.config, MODELS.value, chosen.workdir
@@ -77,7 +91,7 @@ def main(chosen: Settings) -> int:
       return command_line.exit_code(stopped_by)
   else:
     models = [trained.load(chosen.run)]
-  chosen.workdir.mkdir(parents=True, exist_ok=True)
+    settings.announce(x.experiment for x in models)
   curves = [row for model in models for row in removal_curves(model)]
   pruned = [prune(model) for model in models]
   report(models, curves, pruned, chosen)
@@ -157,26 +171,35 @@ def report(
   pruned: list[dict[str, Any]],
   chosen: Settings,
 ) -> None:
-  """Prints both tables; writes CSVs and figure."""
-  console = Console()
-  for model in models:
-    print(trained.described(model))
-  console.print(_curve_table(curves))
-  console.print(_pruned_table(pruned))
-  kept, heads = pruned[0]['heads_kept'], pruned[0]['heads']
-  if kept != round((1 - SHARE.value) * heads):
-    print(
-      f'--share={SHARE.value:g} of {heads} heads is not reached: the query '
-      'heads of a key/value head go together, and each layer keeps one such '
-      'group'
-    )
-  record.write_csv(chosen.workdir / 'curves.csv', curves)
-  record.write_csv(chosen.workdir / 'pruned.csv', pruned)
+  """Writes CSVs and figure; prints both tables."""
+  by_seed = {x.experiment.train.seed: trained.fields(x) for x in models}
+  for name, rows in (('curves', curves), ('pruned', pruned)):
+    table = [row | by_seed[row['seed']] for row in rows]
+    record.write_csv(chosen.workdir / f'{name}.csv', table)
   figure = chosen.workdir / 'prune_heads.png'
   name = chosen.run.name if chosen.run else chosen.config.name
   title = f'{name}, {pruned[0]["heads"]} heads, {KIND.value} ablation'
   heads_figures.prune_heads(curves, title, figure)
-  print(f'recorded in {chosen.workdir}, figure {figure}')
+  printing.show(
+    *map(trained.described, models),
+    _curve_table(curves),
+    _pruned_table(pruned),
+    *share_missed(SHARE.value, pruned[0]['heads'], pruned[0]['heads_kept']),
+    f'recorded in {chosen.workdir}, figure {figure}',
+  )
+
+
+def share_missed(share: float, heads: int, kept: int) -> list[str]:
+  """A line where another share of the heads is gone than --share says."""
+  asked = f'--share={share:g} of {heads} heads'
+  if kept == heads and share:
+    return [f'{asked} prunes nothing: one head is {1 / heads:.3g} of them']
+  if kept != round((1 - share) * heads):
+    return [
+      f'{asked} is not reached: the query heads of a key/value head go '
+      'together, and each layer keeps one such group'
+    ]
+  return []
 
 
 def _curve_table(curves: list[dict[str, Any]]) -> Table:
@@ -188,7 +211,7 @@ def _curve_table(curves: list[dict[str, Any]]) -> Table:
   table = Table(caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
   names = list(dict.fromkeys(row['order'] for row in curves))
   for name in ('gone', *names):
-    table.add_column(name, justify='right', no_wrap=True)
+    table.add_column(name, justify='right')
   for gone in sorted({row['gone'] for row in curves}):
     cells = []
     for name in names:
@@ -212,8 +235,8 @@ def _pruned_table(pruned: list[dict[str, Any]]) -> Table:
   )
   table = Table(caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
   for name in ('heads', 'loss', 'params', 'bytes', 'error'):
-    table.add_column(name, justify='right', no_wrap=True)
-  table.add_column('times as fast', justify='right', no_wrap=True)
+    table.add_column(name, justify='right')
+  table.add_column('times as fast', justify='right')
   for x in pruned:
     table.add_row(
       f'{x["heads"]} to {x["heads_kept"]}',

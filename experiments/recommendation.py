@@ -6,9 +6,9 @@ import textwrap
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from experiments import printing
 from mha_jax.analysis import advice, costs
 from mha_jax.analysis.candidates import as_python
 from mha_jax.analysis.comparison import differences, explain
@@ -76,16 +76,15 @@ def _row(choice: Choice, costed: Costed) -> dict[str, Any]:
 
 def report(choice: Choice) -> None:
   """Prints the recommendation, why, what else, and what to paste."""
-  console = Console(width=80, highlight=False)
   demand = choice.best.demand
   print(
     f'{costs.counted(demand.params)} parameters, {demand.seq_len:,} tokens, '
     f'batch {demand.batch}, {demand.devices} x {demand.hardware.name}, '
     f'{demand.objective}:'
   )
-  console.print(_recommendation(choice.best))
+  printing.show(_recommendation(choice.best), most=80)
   bullets('Why', advice.reasons(choice))
-  console.print(_strategies(choice))
+  printing.show(_strategies(choice), most=80)
   bullets(
     'Closest published models',
     [explain(choice.best, model) for model in choice.closest],
@@ -100,9 +99,16 @@ def report(choice: Choice) -> None:
 
 
 def bullets(title: str, lines: list[str]) -> None:
+  """Prints a list; its words fold."""
   print(f'\n{title}:')
+  fold = textwrap.TextWrapper(
+    printing.columns(80) - 1,
+    initial_indent='- ',
+    subsequent_indent='  ',
+    break_long_words=False,
+  )
   for line in lines:
-    print(textwrap.fill(line, 79, initial_indent='- ', subsequent_indent='  '))
+    print(fold.fill(line))
 
 
 def _recommendation(best: Costed) -> Table:
@@ -145,7 +151,7 @@ def _strategies(choice: Choice) -> Table:
   names = ('strategy', 'MLP', 'cache/token', 'step', 'max batch', 'points lost')
   for name in (*names, ''):
     side = 'left' if name in ('strategy', '') else 'right'
-    table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
+    table.add_column(name, justify=side)  # type: ignore[arg-type]
   for costed in choice.strategies:
     x = costed.candidate
     row = _row(choice, costed)

@@ -1,10 +1,11 @@
-"""What a sweep over head counts shows, in numbers and words."""
+"""What a sweep over head counts shows, in numbers and words; rows of CSVs."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from flax import traverse_util
 from rich import box
 from rich.table import Table
 
@@ -14,6 +15,11 @@ CAPTION = (
   'median and range over seeds; final loss and accuracy on evaluation batches; '
   'steps/s of all seeds together'
 )
+
+
+def fields(config: Mapping[str, Any]) -> dict[str, Any]:
+  """The fields of a config as columns of a CSV, such as model.num_heads."""
+  return dict(traverse_util.flatten_dict(config, sep='.'))
 
 
 def summarise(row: dict[str, Any], threshold: float) -> Summary:
@@ -73,7 +79,7 @@ def table(
   )
   result = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), caption=CAPTION)
   for name in columns:
-    result.add_column(name, justify='right', no_wrap=True)
+    result.add_column(name, justify='right')
   for s in summaries:
     speed = s['steps_per_s']
     result.add_row(

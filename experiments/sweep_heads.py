@@ -25,9 +25,8 @@ from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict
-from rich.console import Console
 
-from experiments import command_line, reports, settings
+from experiments import command_line, folders, printing, reports, settings
 from experiments.figures import sweeps
 from experiments.points import (
   EQUAL_PARAMS,
@@ -50,6 +49,8 @@ THRESHOLD = flags.DEFINE_float(
 STUDY = flags.DEFINE_bool(
   'study', False, 'exercise 1 in full, around a plain copy task'
 )
+READINGS = ('n_heads', 'threshold')
+"""Flags that may differ from call to call in a folder: points are kept."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +74,7 @@ class Settings:
   threshold: float
   title: str
   workdir: pathlib.Path
+  asked: Mapping[str, Any]
 
 
 def parse() -> Settings:
@@ -89,9 +91,10 @@ def parse() -> Settings:
     sweeps = study(config)
   else:
     sweeps = (make_sweep(title, '', config, EQUAL_PARAMS.value),)
-  kind = 'study' if STUDY.value else 'sweep_heads'
-  workdir = settings.workdir_from(flags.FLAGS.workdir, f'{kind}-{config.name}')
-  return Settings(sweeps, THRESHOLD.value, title, workdir)
+  workdir = folders.named(f'sweep_heads-{config.name}')
+  asked = folders.asked(config, free=READINGS)
+  record.check_same_config(workdir, asked)
+  return Settings(sweeps, THRESHOLD.value, title, workdir, asked)
 
 
 def make_sweep(
@@ -189,7 +192,7 @@ def controls(
 
 def main(chosen: Settings) -> int:
   points = [point for sweep in chosen.sweeps for point in sweep.points]
-  rows, stopped_by = train_points(points, chosen.workdir)
+  rows, stopped_by = train_points(points, chosen.workdir, chosen.asked)
   if stopped_by is not None:
     return command_line.exit_code(stopped_by)
   report(rows, chosen)
@@ -197,38 +200,37 @@ def main(chosen: Settings) -> int:
 
 
 def report(rows: list[Row], chosen: Settings) -> None:
-  """Prints a table and a sentence a sweep; writes CSV and figure."""
-  console = Console()
-  curves = []
+  """Writes CSV and figure; prints a table and a sentence a sweep."""
+  curves: list[sweeps.Curve] = []
+  texts: list[Any] = []
+  table: list[dict[str, Any]] = []
   left = iter(rows)
   for sweep in chosen.sweeps:
     own = [next(left) for _ in sweep.points]
     finished = [row for row in own if row['status'] == 'finished']
     failed = [row for row in own if row['status'] == 'failed']
     summaries = [reports.summarise(row, chosen.threshold) for row in finished]
-    if sweep.label:
-      console.print(f'{sweep.panel}, {sweep.label}', highlight=False)
-    console.print(reports.table(summaries, failed, chosen.threshold))
-    for row in failed:
-      print(f'n_heads={row["n_heads"]} failed: {row["error"]}')
+    texts += [f'{sweep.panel}, {sweep.label}'] * bool(sweep.label)
+    texts.append(reports.table(summaries, failed, chosen.threshold))
+    texts += [f'n_heads={x["n_heads"]} failed: {x["error"]}' for x in failed]
     if finished:
-      print(reports.verdict(summaries, chosen.threshold))
+      texts.append(reports.verdict(summaries, chosen.threshold))
       curves.append(sweeps.Curve(sweep.panel, sweep.label, summaries))
-  finished = [row for row in rows if row['status'] == 'finished']
-  if not finished:
-    return
-  table = [
-    {'panel': x.panel, 'curve': x.label} | line if STUDY.value else line
-    for x in curves
-    for line in x.summaries
-  ]
-  record.write_csv(chosen.workdir / 'results.csv', table)
-  figure = chosen.workdir / 'sweep_heads.png'
-  if STUDY.value:
-    sweeps.study(curves, chosen.threshold, chosen.title, figure)
-  else:
-    sweeps.sweep_heads(finished, table, chosen.threshold, chosen.title, figure)
-  print(f'recorded in {chosen.workdir}, figure {figure}')
+    name = {'panel': sweep.panel, 'curve': sweep.label} if STUDY.value else {}
+    for row, line in zip(finished, summaries, strict=True):
+      table.append(name | line | reports.fields(row['config']))
+  if table:
+    figure = chosen.workdir / 'sweep_heads.png'
+    record.write_csv(chosen.workdir / 'results.csv', table)
+    if STUDY.value:
+      sweeps.study(curves, chosen.threshold, chosen.title, figure)
+    else:
+      finished = [row for row in rows if row['status'] == 'finished']
+      sweeps.sweep_heads(
+        finished, table, chosen.threshold, chosen.title, figure
+      )
+    texts.append(f'recorded in {chosen.workdir}, figure {figure}')
+  printing.show(*texts)
 
 
 if __name__ == '__main__':

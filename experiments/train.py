@@ -6,6 +6,8 @@
 
 Writes config.json, env.json, metrics.jsonl and checkpoints into the workdir.
 Ctrl-C and SIGTERM save and stop; the same command goes on from there.
+docs/training.md: what the files hold, the model loaded and generating, a task,
+a config and an optimiser of one's own.
 """
 
 import dataclasses
@@ -13,7 +15,7 @@ import pathlib
 
 from absl import flags
 
-from experiments import command_line, settings
+from experiments import command_line, folders, settings
 from mha_jax.training import record
 from mha_jax.training.run import run
 from mha_jax.training.train import Experiment
@@ -33,7 +35,7 @@ class Settings:
 def parse() -> Settings:
   config = flags.FLAGS.config
   experiment = settings.experiment_from(config)
-  workdir = settings.workdir_from(flags.FLAGS.workdir, config.name)
+  workdir = folders.named(config.name)
   record.check_same_config(workdir, record.as_json(experiment))
   if TENSORBOARD.value:
     record.event_writer()
@@ -41,6 +43,7 @@ def parse() -> Settings:
 
 
 def main(chosen: Settings) -> int:
+  settings.announce([chosen.experiment])
   outcome = run(chosen.experiment, chosen.workdir, chosen.tensorboard)
   steps = chosen.experiment.train.steps
   if outcome.stopped_by is not None:

@@ -12,9 +12,9 @@ import jax
 from absl import flags
 from ml_collections import ConfigDict
 
-from experiments import settings
+from experiments import reports, settings
 from mha_jax.tasks import Batch
-from mha_jax.training import run, train
+from mha_jax.training import record, run, train
 from mha_jax.training.checkpoints import Checkpoints
 from mha_jax.training.record import RecordError
 
@@ -99,7 +99,9 @@ def train_models(
     The models, and the signal that stopped the last one early.
   """
   models: list[Model] = []
-  for experiment in experiments(config, count):
+  wanted = experiments(config, count)
+  settings.announce(wanted)
+  for experiment in wanted:
     folder = workdir / f'seed-{experiment.train.seed}'
     outcome = run.run(experiment, folder)
     if outcome.stopped_by is not None:
@@ -133,6 +135,11 @@ def batch(model: Model, index: int, batch_size: int) -> Batch:
   key = jax.random.key(model.experiment.train.seed)
   key = jax.random.fold_in(jax.random.fold_in(key, ANALYSIS), index)
   return model.experiment.task.validation.sample(key, batch_size)
+
+
+def fields(model: Model) -> dict[str, Any]:
+  """All that the model depends on, and its step, as columns of a CSV."""
+  return reports.fields(record.as_json(model.experiment)) | {'step': model.step}
 
 
 def described(model: Model) -> str:

@@ -66,7 +66,8 @@ class DecoderConfig:
     max_len: the longest sequence; only learned positions need it.
     d_model: width of the residual stream.
     num_layers: number of blocks.
-    attention: a name in `mha_jax.attention.variants.VARIANTS`.
+    attention: 'mha', 'gqa', 'mqa', 'mla' or 'gta', a name in
+      `mha_jax.attention.variants.VARIANTS`.
     num_heads: query heads; a tuple: those of each layer, at least 1, which
       needs head_dim, for 'mla' qk_nope_head_dim. Equal ones become one number.
     num_kv_heads: key/value heads, for 'gqa' and 'gta'; a tuple likewise.

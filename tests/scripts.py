@@ -25,15 +25,25 @@ class Result(NamedTuple):
   code: Any
   out: str
   err: str
+  files: frozenset[str] = frozenset()
+  """Those in the workdir when the first word was printed."""
 
 
 def call(script: ModuleType, *arguments: str) -> Result:
   """Runs an experiment's command line in this process.
 
-  Flags that the call defines are forgotten afterwards, so that the next call
-  starts from the script's own.
+  Of a flag that is given several times the last counts, so that a test can
+  change what others share. Flags that the call defines are forgotten
+  afterwards, so that the next call starts from the script's own.
   """
-  out, err, code = io.StringIO(), io.StringIO(), None
+  last = {x.partition('=')[0] if '=' in x else x: x for x in arguments}
+  return call_as_given(script, *last.values())
+
+
+def call_as_given(script: ModuleType, *arguments: str) -> Result:
+  """The same with all of the arguments, in their order."""
+  workdir = [x.partition('=')[2] for x in arguments if '--workdir=' in x]
+  out, err, code = Watching(workdir), io.StringIO(), None
   argv, main = sys.argv, sys.modules['__main__']
   with (
     contextlib.chdir(ROOT),
@@ -49,13 +59,36 @@ def call(script: ModuleType, *arguments: str) -> Result:
     finally:
       sys.argv, sys.modules['__main__'] = argv, main
       flags.FLAGS.unparse_flags()
-  return Result(code, out.getvalue(), err.getvalue())
+  return Result(code, out.getvalue(), err.getvalue(), out.files)
+
+
+class Watching(io.StringIO):
+  """Notes which files there are in folders at the first write."""
+
+  def __init__(self, folders: list[str]):
+    super().__init__()
+    self._folders = folders
+    self.files: frozenset[str] = frozenset()
+
+  def write(self, text: str) -> int:
+    if not self.tell():
+      self.files = frozenset().union(*map(names, self._folders))
+    return super().write(text)
+
+
+def names(folder: str | pathlib.Path) -> frozenset[str]:
+  """The files below a folder, without those of checkpoints."""
+  root = pathlib.Path(folder)
+  found = (x.relative_to(root) for x in root.rglob('*') if x.is_file())
+  return frozenset(str(x) for x in found if 'checkpoints' not in x.parts)
 
 
 def start(
   module: str,
   *arguments: str,
   compilation_cache: pathlib.Path | None = None,
+  into_one: bool = False,
+  quick: bool = False,
 ) -> subprocess.Popen[str]:
   """Starts `python -m module` in the checkout, compiled as users do.
 
@@ -64,9 +97,14 @@ def start(
     arguments: its command line.
     compilation_cache: a folder where processes that run the same programs
       share them compiled, which saves seconds; None: no sharing.
+    into_one: whether standard error goes where standard output goes.
+    quick: whether to compile as tests do, not as users.
   """
   flags = os.environ.get('XLA_FLAGS', '').removesuffix(compiling.QUICK)
   environment = os.environ | {'XLA_FLAGS': flags}
+  if quick:
+    environment |= {'XLA_FLAGS': compiling.QUICK}
+    environment |= {'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'}
   if compilation_cache is not None:
     environment['JAX_COMPILATION_CACHE_DIR'] = str(compilation_cache)
     environment['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
@@ -75,7 +113,7 @@ def start(
     cwd=ROOT,
     env=environment,
     stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
+    stderr=subprocess.STDOUT if into_one else subprocess.PIPE,
     text=True,
   )
 

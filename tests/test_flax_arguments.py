@@ -22,8 +22,9 @@ from oracles import assert_close, assert_same_bits, booleans, normal
 
 import mha_jax.linen
 import mha_jax.nnx
-from mha_jax import attention, flax_arguments
+from mha_jax import attention, dot_product_attention, flax_arguments
 from mha_jax.attention import LatentConfig, Rope, masks
+from mha_jax.decoder import DecoderConfig, DecoderLM
 
 B, T, S, D, E = 2, 7, 11, 6, 17
 X, Y = normal(0, B, T, D), normal(1, B, S, D)
@@ -702,6 +703,30 @@ def default_of(surface: str, name: str) -> Any:
   """Flax's default of an argument."""
   x = SURFACES[surface]
   return x.parameters(x.theirs)[name].default
+
+
+class MaskTest(parameterized.TestCase):
+  @parameterized.parameters('linen', 'nnx', 'attention_fn', 'decoder', 'core')
+  def test_a_text(self, entry):
+    """mask='causal', as other libraries have it: what to pass instead."""
+    key, attention_fn = jax.random.key(0), mha_jax.linen.attention_fn
+    tokens, qkv = jnp.ones((B, T), int), [X.reshape(B, T, 3, 2)] * 3
+    flax = nn.MultiHeadDotProductAttention(3, attention_fn=attention_fn)
+    linen = mha_jax.linen.MultiQueryAttention(3)
+    model = DecoderLM(DecoderConfig(5, T, D, num_heads=3))
+    calls = {
+      'linen': functools.partial(linen.init, key, X),
+      'nnx': lambda mask: mha_jax.nnx.MultiHeadAttention(
+        3, D, rngs=nnx.Rngs(0)
+      )(X, mask=mask),
+      'attention_fn': functools.partial(flax.init, key, X),
+      'decoder': functools.partial(model.init, key, tokens),
+      'core': functools.partial(dot_product_attention, *qkv),
+    }
+    with self.assertRaisesRegex(
+      ValueError, r"mask='causal' is a text; pass a mask, as masks.causal\(\)"
+    ):
+      calls[entry](mask='causal')
 
 
 class RefusedTest(oracles.X64TestCase):

@@ -1,14 +1,19 @@
 """What importing the library pulls in, and which way imports point."""
 
 import ast
+import importlib.util
 import json
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
+import tomllib
+from unittest import mock
 
 from absl.testing import parameterized
 
+import experiments
 import mha_jax
 
 ROOT = pathlib.Path(mha_jax.__file__).parent
@@ -95,6 +100,47 @@ class ImportsTest(parameterized.TestCase):
     self.assertIn('matplotlib', got['modules'])
     self.assertNotEmpty(got['backends'])
     self.assertEqual(got['flags'], ['mha_jax.planted'])
+
+
+class PackageTest(parameterized.TestCase):
+  """What is installed is what is needed and what is told."""
+
+  def setUp(self):
+    super().setUp()
+    text = (ROOT.parent / 'pyproject.toml').read_text()
+    self.project = tomllib.loads(text)['project']
+
+  def test_the_library_needs_its_dependencies_alone(self):
+    """What only experiments import is in their extra."""
+    needed = {re.match(r'\w+', x)[0] for x in self.project['dependencies']}
+    optional = {'tensorboardX'}  # imported where it is asked for
+    for path in ROOT.rglob('*.py'):
+      for module in imported(path):
+        package = module.split('.')[0]
+        if package != 'mha_jax' and package not in sys.stdlib_module_names:
+          self.assertIn(package, needed | optional, path)
+    extra = ' '.join(self.project['optional-dependencies']['experiments'])
+    for name in experiments.NEEDED:
+      self.assertIn(name, extra)
+      self.assertNotIn(name, needed)
+
+  def test_description(self):
+    """The wheel has no experiments: its description runs without them."""
+    text = (ROOT.parent / self.project['readme']).read_text()
+    self.assertNotIn('python -m', text)
+    (block,) = re.findall(r'```python\n(.*?)```', text, re.DOTALL)
+    names: dict = {}
+    exec(block, names)
+    self.assertEqual(names['y'].shape, names['x'].shape)
+
+  def test_experiments_without_their_extra(self):
+    """One line with the remedy, which `python -m` prints as it is."""
+    with (
+      mock.patch.object(importlib.util, 'find_spec', return_value=None),
+      self.assertRaisesRegex(ImportError, r"pip install -e '.\[experiments\]'"),
+    ):
+      importlib.reload(experiments)
+    importlib.reload(experiments)
 
 
 class DirectionTest(parameterized.TestCase):

@@ -37,6 +37,9 @@ class ReadmeTest(parameterized.TestCase):
     self.assertEqual(names['tokens'].shape, (2, 8))
     self.assertEqual(names['smaller'].num_heads, 6)
     self.assertEqual(names['weights'].shape, (2, 8, 10, 10))
+    sown = names['state']['intermediates']['attention']['attention_weights']
+    self.assertEqual(sown[0].shape, (2, 8, 10, 10))
+    self.assertEqual(names['maps'][0].shape, (4, 8, 16, 16))
     self.assertEqual(names['num_params'](names['config'].table), 10400)
 
 

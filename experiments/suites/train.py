@@ -32,8 +32,12 @@ def cases(config: ConfigDict) -> list[Case]:
 
 def _case(h: int, steps: int) -> Case:
   task = CopyTask(length=32, num_symbols=32)
+  try:
+    model = DecoderConfig(task.vocab_size, task.max_len, num_heads=h)
+  except ValueError as error:
+    raise ValueError(f'--config.train_heads={h}: {error}') from error
   experiment = train.Experiment(
-    DecoderConfig(task.vocab_size, task.max_len, num_heads=h),
+    model,
     task,
     train.OptimizerConfig(warmup_steps=0),
     train.TrainConfig(steps_per_dispatch=steps),

@@ -47,7 +47,7 @@ def refusal(rule: Rule, left: Sequence[Costed]) -> str:
     return _latency(left)
   if rule is SPLIT:
     heads = sorted({x.candidate.num_heads for x in left})
-    near = _nearest_devices(demand)
+    near = _nearest_devices(demand, heads)
     take = f'nearest that do: devices={near}' if near else 'take other params'
     return (
       f'split: devices={demand.devices} do not divide the query heads, '
@@ -128,10 +128,15 @@ def _holds(demand: Demand, rules: Sequence[Rule] = (SPLIT, MEMORY)) -> bool:
   )
 
 
-def _nearest_devices(demand: Demand) -> str:
-  """Up to two numbers of devices that some shape divides over, in words."""
+def _nearest_devices(demand: Demand, heads: Sequence[int]) -> str:
+  """Up to two numbers of devices that some shape divides over, in words.
+
+  Args:
+    demand: what asks for too many.
+    heads: query heads of the shapes, which devices must divide.
+  """
   ways = sorted(
-    range(1, min(2 * demand.devices, MOST_DEVICES) + 1),
+    {x for h in heads for x in range(1, h + 1) if h % x == 0},
     key=lambda x: abs(math.log(x / demand.devices)),
   )
   found = (

@@ -17,8 +17,8 @@ def one_batch(x: Array) -> Array:
 
 def fold(name: str, array: Any, batch: tuple[int, ...]) -> Any:
   """A mask or bias (..., h, t, s) as (b, h, t, s); a Mask as it is."""
-  if array is None or isinstance(array, masks.Mask) or callable(array):
-    return array
+  if array is None or isinstance(array, masks.Mask | str) or callable(array):
+    return array  # what is no mask is refused where masks are joined
   array = jnp.asarray(array)
   lead = array.shape[:-3]
   if len(batch) == 1 or not lead:

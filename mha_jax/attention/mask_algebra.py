@@ -245,6 +245,8 @@ def as_mask(mask: Mask | ArrayLike | None) -> Mask | None:
   """A Mask from what users pass as `mask=`: a Mask, a boolean array or None."""
   if callable(mask):
     raise ValueError(f'mask={mask} is a function; call it, as masks.causal()')
+  if isinstance(mask, str):
+    raise ValueError(f'mask={mask!r} is a text; pass a mask, as masks.causal()')
   return mask if mask is None or isinstance(mask, Mask) else dense(mask)
 
 
@@ -263,8 +265,8 @@ def from_numbers(mask: Mask | ArrayLike | None) -> Mask | ArrayLike | None:
     ValueError: a number is negative or NaN, as in additive masks (where the
       values are known, that is, outside of jit).
   """
-  if mask is None or isinstance(mask, Mask) or callable(mask):
-    return mask
+  if mask is None or isinstance(mask, Mask | str) or callable(mask):
+    return mask  # what is no mask is refused where masks are joined
   array = jnp.asarray(mask)
   if array.dtype == jnp.bool_:
     return array

@@ -53,6 +53,10 @@ class TextTask:
   def __post_init__(self) -> None:
     checks.plain_fields(self)
     checks.positive('length', self.length)
+    if self.path == '':
+      raise ValueError(
+        "path='' is empty; name a file or a folder, or None for the plays"
+      )
     checks.real('validation_fraction', self.validation_fraction, 1e-6, 0.5)
     if self.split not in SPLITS:
       raise ValueError(f'split={self.split!r} must be in {SPLITS}')
@@ -62,6 +66,13 @@ class TextTask:
 
   def _windows(self, split: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return windows(self.path, self.validation_fraction, split, self.length)
+
+  @property
+  def source(self) -> str:
+    """Which text it is and how much of it, in words."""
+    train, rest = (len(self._windows(split)[0]) for split in SPLITS)
+    name = f'the plays of {PLAYS}' if self.path is None else self.path
+    return f'{name}, {train:,} bytes to train on, {rest:,} to validate'
 
   @property
   def vocab_size(self) -> int:
@@ -136,12 +147,12 @@ def documents(
 
   Args and Raises: see `TextTask`.
   """
-  root = pathlib.Path(path) if path else _plays()
+  root = _plays() if path is None else pathlib.Path(path)
   if root.is_file():
     return _cut(_read(root), validation_fraction)
   if not root.is_dir():
     raise ValueError(f'path={path!r}: no such file or folder')
-  pattern = '*' if path else '*.md'
+  pattern = '*.md' if path is None else '*'
   files = sorted(x for x in root.rglob(pattern) if x.is_file())
   names = [x.relative_to(root).as_posix() for x in files]
   shown = [x for x in names if not f'/{x}'.count('/.')]

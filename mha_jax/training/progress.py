@@ -5,8 +5,11 @@ from typing import Any
 
 from rich import progress
 from rich.console import Console
+from rich.table import Column
 
 SECONDS_BETWEEN_LINES = 10.0
+WIDE, NARROW = 100, 60
+"""Columns from which there is room for a bar, and for the time that is left."""
 
 
 class ProgressBar:
@@ -31,12 +34,17 @@ class ProgressBar:
     self._step, self._steps_timed, self._seconds = start, 0, 0.0
     self._since: float | None = None
     self._last_line = time.monotonic()
+    width = self._console.width
+    # Words fold where it is narrow; numbers are never cut.
+    folds, whole = Column(), Column(no_wrap=True)
+    bar = [progress.BarColumn(20, table_column=whole)] * (width >= WIDE)
+    left = [progress.TimeRemainingColumn(table_column=whole)]
     self._bar = progress.Progress(
-      progress.TextColumn('{task.description}'),
-      progress.BarColumn(),
-      progress.MofNCompleteColumn(),
-      progress.TextColumn('{task.fields[status]}'),
-      progress.TimeRemainingColumn(),
+      progress.TextColumn('{task.description}', table_column=folds),
+      *bar,
+      progress.MofNCompleteColumn(table_column=whole),
+      progress.TextColumn('{task.fields[status]}', table_column=folds),
+      *left * (width >= NARROW),
       console=self._console,
       disable=not self._console.is_terminal,
     )

@@ -18,22 +18,29 @@ from mha_jax.attention import checks
 from mha_jax.attention.pytrees import pytree
 from mha_jax.decoder import DecoderConfig, DecoderLM
 from mha_jax.tasks import Batch, Task
+from mha_jax.training import optimizers
 
 Metrics = dict[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-  """AdamW with linear warm-up, cosine decay and clipping by global norm.
+  """AdamW, or another, with linear warm-up, cosine decay and clipping.
 
   Args:
     learning_rate: the peak.
     warmup_steps: steps of linear warm-up from 0.
     final_fraction: the last learning rate as a fraction of the peak.
-    b1: decay of the first moment.
-    b2: decay of the second moment.
-    weight_decay: decoupled, times the learning rate.
-    clip_norm: bound on the gradient's global norm.
+    b1: decay of the first moment, for optimisers that take it.
+    b2: decay of the second moment, for optimisers that take it.
+    weight_decay: decoupled, times the learning rate, for those that take it.
+    clip_norm: bound on the gradient's global norm, before all else.
+    name: a function of optax with a learning_rate, such as 'sgd' or 'lion', or
+      one of your own that returns any chain, 'module:function'; None: 'adamw'.
+    options: further arguments of it, such as {'momentum': 0.9}.
+
+  Raises:
+    ValueError: a value does not fit, or the optimiser does not take it.
   """
 
   learning_rate: float = 3e-3
@@ -43,6 +50,8 @@ class OptimizerConfig:
   b2: float = 0.98
   weight_decay: float = 0.01
   clip_norm: float = 1.0
+  name: str | None = None
+  options: Any = None  # pairs of names and values
 
   def __post_init__(self) -> None:
     checks.plain_fields(self)
@@ -53,6 +62,15 @@ class OptimizerConfig:
     checks.real('b1', self.b1, 0, 1 - 1e-7)
     checks.real('b2', self.b2, 0, 1 - 1e-7)
     checks.whole('warmup_steps', self.warmup_steps, 0, 2**31 - 1)
+    object.__setattr__(self, 'options', optimizers.as_pairs(self.options))
+    defaults = {x: getattr(OptimizerConfig, x) for x in self.usual}
+    optimizers.check(self.name, self.usual, defaults, self.options)
+
+  @property
+  def usual(self) -> dict[str, float]:
+    """What many optimisers take."""
+    names = ('b1', 'b2', 'weight_decay')
+    return {name: getattr(self, name) for name in names}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,21 +143,18 @@ def make_schedule(experiment: Experiment) -> optax.Schedule:
 
 
 def make_optimizer(experiment: Experiment) -> optax.GradientTransformation:
+  """The optimiser that the config names, behind clipping."""
   config = experiment.optimizer
+  schedule = make_schedule(experiment)
   return optax.chain(
     optax.clip_by_global_norm(config.clip_norm),
-    optax.adamw(
-      make_schedule(experiment),
-      b1=config.b1,
-      b2=config.b2,
-      weight_decay=config.weight_decay,
-    ),
+    optimizers.make(config.name, schedule, config.usual, config.options),
   )
 
 
 def init(experiment: Experiment, key: jax.Array) -> TrainState:
   """The state before the first step."""
-  tokens = jnp.zeros((1, experiment.task.max_len), jnp.int32)
+  tokens = jnp.zeros((1, 1), jnp.int32)  # parameters are those of any length
   params = DecoderLM(experiment.model).init(_stream(key, 'init'), tokens)
   opt_state = make_optimizer(experiment).init(params['params'])
   return TrainState(jnp.zeros((), jnp.int32), params['params'], opt_state)

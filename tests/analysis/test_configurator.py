@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 import re
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from absl.testing import parameterized
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mha_jax.analysis import configurator, costs, roofline, rules
+from mha_jax.analysis import configurator, costs, refusals, roofline, rules
 from mha_jax.analysis.advice import reasons, remedies, rules_in_words
 from mha_jax.analysis.candidates import Candidate, as_python, candidates
 from mha_jax.analysis.comparison import closest, differences, explain
@@ -396,6 +397,14 @@ class ChoiceTest(parameterized.TestCase):
     choice = choose(Demand(3e5, 1024, H100, vocab_size=1, head_dim=128))
     self.assertEqual(choice.best.candidate.attention.kv_lora_rank, 256)
     self.assertIn("half of DeepSeek's rank", ' '.join(reasons(choice)))
+
+  def test_more_devices_than_any_shape_has_heads(self):
+    """Refused by what divides the heads alone: few numbers are tried."""
+    demand = dataclasses.replace(SMALL, devices=1_000_000)
+    patch = mock.patch.object(refusals, '_holds', side_effect=refusals._holds)
+    with patch as holds, self.assertRaisesRegex(ValueError, 'devices=1000000'):
+      choose(demand)
+    self.assertLess(holds.call_count, 20)
 
   def test_what_is_said_to_fit_fits(self):
     """The batch that the error names is the largest possible."""

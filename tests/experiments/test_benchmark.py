@@ -1,5 +1,6 @@
 """experiments.benchmark: every suite runs, resumes, and refuses nonsense."""
 
+import csv
 import json
 import pathlib
 import tempfile
@@ -49,8 +50,12 @@ class BenchmarkTest(parameterized.TestCase):
       self.assertEqual(row['rows'][0]['ratio'], 1)
       self.assertGreater(row['rows'][1]['seconds'], 0)
     self.assertIn('absorbed', result.out)
+    self.assertEqual(result.files, scripts.names(self.workdir))
     table = (self.workdir / 'results.csv').read_text()
     self.assertEqual(table.count('\n'), 1 + 3 + 3)
+    header, first_line, *_ = csv.reader(table.splitlines())
+    line = dict(zip(header, first_line, strict=True))
+    self.assertEqual((line['batch_size'], line['head_dim']), ('1', '4'))
     again = self.call('--config.suites=decode', '--config.memory=true')
     self.assertEqual(again.code, 0, again)
     self.assertEqual(self.rows(), first)

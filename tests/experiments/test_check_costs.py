@@ -8,7 +8,7 @@ from unittest import mock
 import scripts
 from absl.testing import parameterized
 
-from experiments import check_costs
+from experiments import check_costs, command_line
 from mha_jax.analysis import hardware
 
 TINY = '--config=configs/check_costs.py:tiny'
@@ -30,7 +30,9 @@ class CheckCostsTest(parameterized.TestCase):
     text = (self.workdir / 'results.csv').read_text()
     rows = list(csv.DictReader(text.splitlines()))
     self.assertEqual([x['model'] for x in rows], ['MHA', 'GQA', 'MLA'])
+    self.assertEqual(result.files, scripts.names(self.workdir))
     for row in rows:
+      self.assertEqual((row['num_heads'], row['length']), ('4', '32'))
       ratio = float(row['measured']) / float(row['predicted'])
       self.assertAlmostEqual(float(row['ratio']) / ratio, 1)
       self.assertEqual(row['bound'], 'weights')
@@ -38,6 +40,12 @@ class CheckCostsTest(parameterized.TestCase):
     weights = 4 * d * d + 8 * d * d + 3 * d + vocab * d
     read = 4 * (weights + 2 * tokens * d)
     self.assertAlmostEqual(float(rows[0]['predicted']) / (read / 1e9), 1)
+
+  def test_one_head(self):
+    """Has no group to share: GQA would be MHA again."""
+    config = command_line.load_config('configs/check_costs.py:tiny')
+    config.num_heads = 1
+    self.assertEqual([*check_costs.models_of(config)], ['MHA', 'MLA'])
 
   def test_config_of_another(self):
     config = '--config=configs/configure_heads.py'

@@ -1,5 +1,7 @@
 """The command line of all experiments. This module starts processes."""
 
+import contextlib
+import json
 import pathlib
 import signal
 import tempfile
@@ -7,7 +9,14 @@ import tempfile
 import scripts
 from absl.testing import parameterized
 
-from experiments import command_line, sweep_heads, train
+from experiments import (
+  benchmark,
+  command_line,
+  configure_heads,
+  kv_cache,
+  sweep_heads,
+  train,
+)
 
 SCRIPTS = {'train': train, 'sweep_heads': sweep_heads}
 OWN_FLAGS = {
@@ -30,12 +39,55 @@ BAD_CALLS = {
   ),
   'wrong_type_of_none': (['--config.task.min_length=x'], ['min_length', 'x']),
   'wrong_bool': (['--config.task.pairs=perhaps'], ['pairs', 'perhaps']),
-  'missing_config': (['--config=configs/no.py'], ['--config=configs/no.py']),
+  'missing_config': (
+    ['--config=configs/no.py'],
+    ['--config=configs/no.py', 'name a Python file'],
+  ),
   'a_folder': (['--config=configs'], ['--config=configs', 'no file']),
   'no_python': (['--config=pyproject.toml'], ['--config=pyproject.toml']),
   'no_get_config': (['--config=configs/__init__.py'], ['get_config']),
   'empty_config': (['--config='], ['--config=']),
-  'no_config': (['--config'], ['--config=']),
+  'no_config': (['--config'], ['--config needs a value', '--config=FILE']),
+  'config_swallows': (
+    ['--config', '--config.train.seed=3'],
+    ['--config needs a value'],
+  ),
+  'workdir_swallows': (
+    ['--workdir', '--config.train.seed=3'],
+    ['--workdir needs a value; write --workdir=VALUE'],
+  ),
+  'field_swallows': (
+    ['--config.train.seed', '--workdir=x'],
+    ['--config.train.seed needs a value'],
+  ),
+  'last_without_value': (
+    ['--config.train.seed'],
+    ['--config.train.seed needs a value'],
+  ),
+  'short_steps': (['--steps=5'], ['--steps', '--config.train.steps?']),
+  'short_symbols': (
+    ['--num_symbols=64'],
+    ['--num_symbols', '--config.task.num_symbols?'],
+  ),
+  'short_misspelt': (['--setps', '5'], ['--config.train.steps?']),
+  'section_left_out': (
+    ['--config.steps=5'],
+    ['--config.steps', '--config.train.steps?'],
+  ),
+  'far_from_all': (['--qqqqqq=5'], ['--qqqqqq', '--help lists']),
+  'empty_workdir': (['--workdir='], ['--workdir= is empty']),
+  'empty_field': (
+    ['--config.model.normalize_qk='],
+    ['--config.model.normalize_qk= is empty; give it a value'],
+  ),
+  'empty_optimizer': (
+    ['--config.optimizer.name='],
+    ['--config.optimizer.name= is empty'],
+  ),
+  'other_kind': (
+    ['--config.task.kind=text'],
+    ["TextTask has no ['min_length', 'num_symbols', 'pairs']", 'text.py'],
+  ),
   'bad_variant': (
     ['--config=configs/copy_task.py:huge'],
     ['huge', 'tiny', '--config='],
@@ -165,6 +217,9 @@ class ProcessesTest(parameterized.TestCase):
       start = result.out.index('Flags:')
       places = [result.out.index(word, start) for word in order]
       self.assertEqual(places, sorted(places))
+      self.assertRegex(
+        result.out, r'model.d_model=16\n +width of the residual stream\n'
+      )
       other = OWN_FLAGS['train' if name == 'sweep_heads' else 'sweep_heads']
       self.assertNotIn(other[0], result.out[start:])
 
@@ -197,18 +252,71 @@ class LoadConfigTest(parameterized.TestCase):
       command_line.load_config(str(self.path))
     self.assertIn(f'--config={self.path}', str(caught.exception))
 
-  @parameterized.parameters(*SCRIPTS.values())
-  def test_a_section_is_missing(self, script):
-    """A config without what the script reads: code 2 and one line."""
+  def test_sections_left_out(self):
+    """A config of the sections that differ; the rest is at its defaults."""
     self.path.write_text(
       'from ml_collections import ConfigDict\n'
-      'def get_config(): return ConfigDict({"task": {"length": 3}})\n'
+      'def get_config(x=""): return ConfigDict({"task": {"length": 3}})\n'
+    )
+    whole = command_line.load_config('configs/copy_task.py')
+    whole.task.length = 3
+    config = command_line.load_config(str(self.path))
+    self.assertEqual(config.name, 'own')
+    self.assertEqual(config.to_dict() | {'name': whole.name}, whole.to_dict())
+    named = command_line.load_config(f'{self.path}:a,b')
+    self.assertEqual(named.name, 'own-a-b')
+    for field, bad in (('num_kv_heads', 'x'), ('head_dim', 1.5)):
+      with self.assertRaises((TypeError, ValueError)):  # typed as in the class
+        config.model[field] = bad
+
+  @parameterized.parameters(
+    'FrozenConfigDict(x)',
+    'ConfigDict(x).lock()',
+    'ConfigDict(x)',
+    'ConfigDict()',
+  )
+  def test_any_config_dict(self, made):
+    """Frozen, locked, or without anything: its fields are flags."""
+    self.path.write_text(
+      'from ml_collections import ConfigDict, FrozenConfigDict\n'
+      'x = {"train": {"steps": 30}}\n'
+      f'def get_config(): return {made}\n'
     )
     result = scripts.call(
-      script, f'--config={self.path}', f'--workdir={self.path.parent}/run'
+      train, f'--config={self.path}', '--config.train.steps=0'
     )
     self.assertEqual(result.code, 2)
-    self.assertEqual(result.err.count('\n'), 1)
+    self.assertIn('steps=0 must be', result.err)
+
+  @parameterized.parameters(
+    ('{"modle": {}}', "['modle']"),
+    ('{"model": {"num_head": 3}}', "['num_head']"),
+    ('{"model": 3}', "['model']"),
+    ('{"task": {"kind": "poem"}}', "kind='poem' must be in"),
+  )
+  def test_sections_that_are_none(self, config, words):
+    """What the library does not know is named, by either script."""
+    self.path.write_text(
+      'from ml_collections import ConfigDict\n'
+      f'def get_config(): return ConfigDict({config})\n'
+    )
+    for script in SCRIPTS.values():
+      result = scripts.call(
+        script, f'--config={self.path}', f'--workdir={self.path.parent}/run'
+      )
+      self.assertEqual(result.code, 2)
+      self.assertEqual(result.err.count('\n'), 1)
+      self.assertIn(words, result.err)
+
+  def test_elsewhere(self):
+    """Without the checkout's configs/ it says where to stand."""
+    with (
+      contextlib.chdir(self.path.parent),
+      self.assertRaisesRegex(
+        ValueError, 'no folder configs here; change to the checkout'
+      ),
+    ):
+      command_line.load_config('configs/copy_task.py:tiny')
 
   def test_variants(self):
     """What follows the colon is the file's, or nothing is passed."""
@@ -219,6 +327,79 @@ class LoadConfigTest(parameterized.TestCase):
     for suffix, wanted in (('', 'none'), (':', ''), (':a,b', 'a,b')):
       config = command_line.load_config(f'{self.path}{suffix}')
       self.assertEqual(config.x, wanted)
+
+
+class ContradictionsTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (train, ['--config.train.seed=1', '--config.train.seed=2']),
+    (train, ['--workdir=a', '--workdir=b']),
+    (train, ['--config=configs/text.py', '--config=configs/recall.py']),
+    (sweep_heads, ['--n_heads=1', '--n_heads=2']),
+    (sweep_heads, ['--study', '--nostudy']),
+    (configure_heads, ['--params=1B', '--params=2B']),
+  )
+  def test_twice(self, script, arguments):
+    """A flag has one value."""
+    result = scripts.call_as_given(script, *arguments)
+    self.assertEqual((result.code, result.out), (2, ''))
+    self.assertEqual(result.err.count('\n'), 1)
+    name = arguments[0].partition('=')[0]
+    self.assertIn(f'{name} is given 2 times', result.err)
+
+  @parameterized.parameters(
+    (
+      kv_cache,
+      ['--length=8', '--config.length=16'],
+      '--length=8 and --config.length=16 contradict each other',
+    ),
+    (
+      configure_heads,
+      ['--params=1B', '--config.params=2B'],
+      '--params=1B and --config.params=2B contradict',
+    ),
+    (
+      kv_cache,
+      ['--config.kv_heads=3'],
+      '--config.kv_heads=3: num_kv_heads=3 must divide num_heads=8',
+    ),
+    (kv_cache, ['--config.num_heads=3'], '--config.num_heads=3: '),
+    (
+      benchmark,
+      ['--config.train_heads=2,3'],
+      '--config.train_heads=3: num_heads=3 must divide d_model=64',
+    ),
+  )
+  def test_names_the_flag(self, script, arguments, words):
+    """That two flags say different things, or which one asks for it."""
+    name = script.__name__.rpartition('.')[2]
+    result = scripts.call(script, f'--config=configs/{name}.py', *arguments)
+    self.assertEqual((result.code, result.out), (2, ''))
+    self.assertEqual(result.err.count('\n'), 1)
+    self.assertIn(words, result.err)
+
+
+class PipeTest(parameterized.TestCase):
+  def test_head(self):
+    """`2>&1 | head -1`: all files, all points, and the code of a success."""
+    folder = self.enter_context(tempfile.TemporaryDirectory())
+    process = scripts.start(
+      'experiments.sweep_heads',
+      scripts.TINY,
+      f'--workdir={folder}',
+      '--n_heads=1,2',
+      '--seeds=1',
+      into_one=True,
+      quick=True,
+    )
+    self.assertIn('1 heads', process.stdout.readline())
+    process.stdout.close()
+    self.assertEqual(process.wait(timeout=300), 0)
+    rows = (pathlib.Path(folder) / 'results.jsonl').read_text().splitlines()
+    states = [json.loads(row)['status'] for row in rows]
+    self.assertEqual(states, ['finished', 'finished'])
+    self.assertContainsSubset(
+      {'results.csv', 'sweep_heads.png'}, scripts.names(folder)
+    )
 
 
 class SmallPartsTest(parameterized.TestCase):

@@ -43,6 +43,7 @@ class ConfigureHeadsTest(parameterized.TestCase):
       'To paste:\n\nimport jax',
     ):
       self.assertIn(part, result.out)
+    self.assertEqual(result.files, scripts.names(self.workdir))
     lines = result.out.splitlines()
     self.assertLessEqual(max(map(len, lines[:-1])), 80)  # then the folder
     png = (self.workdir / 'configure_heads.png').read_bytes()
@@ -130,12 +131,13 @@ class ConfigureHeadsTest(parameterized.TestCase):
     for part in ('70,553,706,496', '320 KiB', 'num_kv_heads 8', '17.6 GB'):
       self.assertIn(part, result.out)
     self.assertRegex(result.out, r'fits +yes')
-    result = self.call('--model=llama3-70b', '--json')
+    alone = f'--workdir={self.folder}/alone'
+    result = self.call('--model=llama3-70b', '--json', alone)
     found = json.loads(result.out)
     self.assertEqual(found['params']['total'], 70_553_706_496)
     self.assertEqual(found['max_batch'], 0)
-    self.assertFalse((self.workdir / 'configure_heads.png').exists())
-    result = self.call('--model=llama3-70b')
+    self.assertEmpty([*self.folder.rglob('*.png')])
+    result = self.call('--model=llama3-70b', alone)
     self.assertRegex(result.out, r'fits +no: 240\.\d GB too many')
 
   def test_model_of_layers_that_differ(self):
@@ -185,7 +187,7 @@ class ConfigureHeadsTest(parameterized.TestCase):
   @parameterized.parameters(
     (['--params=-3'], '--params=-3 must be a positive number, such as 1.3B'),
     (['--params=0'], '--params=0 must be a positive number'),
-    (['--params='], '--params= must be a positive number'),
+    (['--params='], '--params= is empty; give it a value'),
     (['--params=1e99'], 'params=1e+99 must lie in'),
     (['--seq_len=abc'], '--seq_len=abc must be a positive number, such as 32k'),
     (['--seq_len=' + '9' * 400], 'must be a positive number, such as 32k'),
@@ -206,7 +208,7 @@ class ConfigureHeadsTest(parameterized.TestCase):
     (['--params=1B', '--model=gpt2'], 'give one of the two'),
     (['--config.params=1B', '--model=gpt2'], 'give one of the two'),
     (['--head_dim=64', '--config.model=gpt2'], 'give one of the two'),
-    (['--model='], "model='' is unknown"),
+    (['--model='], '--model= is empty'),
     (['--workdir='], '--workdir= is empty'),
     (['--workdir=/dev/null'], '--workdir=/dev/null: /dev/null is a file'),
     (['--split=rows'], '<heads|batch>'),

@@ -65,6 +65,11 @@ class ProbeTest(RunTestCase):
     page = (self.workdir / 'probe_heads.html').read_text()
     self.assertIn('ablation_zero', page)
     self.assertEqual(scripts.contents(self.run_folder), before)
+    self.assertEqual(result.files, scripts.names(self.workdir))
+    for row in (rows[0], self.table('divergence.csv')[0]):
+      self.assertEqual(row['model.attention'], 'mha')
+      self.assertEqual(row['task.kind'], 'induction')
+      self.assertEqual(row['step'], '40')
 
     model = trained.load(self.run_folder)
     batch = trained.batch(model, 0, 16)
@@ -147,6 +152,19 @@ class ProbeTest(RunTestCase):
 
 
 class PruneTest(RunTestCase):
+  @parameterized.parameters(
+    (0.01, 8, ['--share=0.01 of 8 heads prunes nothing: one head is 0.125']),
+    (0.0, 8, []),
+    (0.5, 4, []),
+    (0.9, 2, ['--share=0.9 of 8 heads is not reached']),
+  )
+  def test_share(self, share, kept, words):
+    """What is pruned beside what was asked for."""
+    lines = prune_heads.share_missed(share, 8, kept)
+    self.assertLen(lines, len(words))
+    for line, start in zip(lines, words, strict=True):
+      self.assertStartsWith(line, start)
+
   def test_output(self):
     """Curves of every order, the pruned model, and that it is the gated one."""
     result = self.call(prune_heads, '--batch_size=16', '--random_orders=3')
@@ -157,6 +175,11 @@ class PruneTest(RunTestCase):
       losses = {x['loss'][:6] for x in curves if x['gone'] == gone}
       self.assertLen(losses, 1)
     (pruned,) = self.table('pruned.csv')
+    self.assertEqual(result.files, scripts.names(self.workdir))
+    for row in (pruned, curves[0]):
+      self.assertEqual(row['model.attention'], 'mha')
+      self.assertEqual(row['task.kind'], 'induction')
+    self.assertNotIn('prunes nothing', result.out)
     self.assertEqual((pruned['heads'], pruned['heads_kept']), ('8', '4'))
     self.assertEqual(float(pruned['loss']), float(curves[0]['loss']))
     self.assertLess(float(pruned['error']), 1e-5)

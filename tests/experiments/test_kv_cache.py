@@ -1,5 +1,6 @@
 """experiments.kv_cache: exercise 2, measured and by formula."""
 
+import csv
 import json
 import pathlib
 import tempfile
@@ -41,7 +42,13 @@ class KvCacheTest(parameterized.TestCase):
     self.assertEqual(rows['MQA']['cache_share'], 0.125)
     png = (self.workdir / 'kv_cache.png').read_bytes()
     self.assertStartsWith(png, b'\x89PNG\r\n')
-    self.assertIn('cache_bytes', (self.workdir / 'results.csv').read_text())
+    self.assertEqual(result.files, scripts.names(self.workdir))
+    text = (self.workdir / 'results.csv').read_text()
+    lines = {x['variant']: x for x in csv.DictReader(text.splitlines())}
+    self.assertEqual(lines['MQA']['cache_bytes'], str(16 * 2 * 16))
+    for line in lines.values():  # of what it is the cache
+      self.assertEqual((line['d_model'], line['length']), ('64', '16'))
+      self.assertEqual(line['dtype'], 'bfloat16')
 
   @parameterized.parameters(
     ('deepseek_v2', 'MLA r=512', 34_560, None),

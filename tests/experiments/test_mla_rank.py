@@ -80,7 +80,11 @@ class MlaRankTest(parameterized.TestCase):
     self.assertEqual(
       {x['variant']: int(x['cache_elements']) for x in lines}, MODELS
     )
+    self.assertEqual(result.files, scripts.names(self.workdir))
     for line in lines:
+      kind = line['variant'].split()[0].strip(',').lower()
+      self.assertEqual(line['model.attention'], kind)
+      self.assertEqual(line['task.kind'], 'copy')
       share = MODELS[line['variant']] / 64
       self.assertEqual(float(line['cache_share']), share)
     last = lines[-1]

@@ -1,10 +1,12 @@
 """Points: equal parameters, seeds, keys. The rest is tested by the sweep."""
 
 import dataclasses
+import pathlib
+import tempfile
 
 from absl.testing import parameterized
 
-from configs import copy_task
+from configs import copy_task, text
 from experiments import points, settings
 from experiments.settings import experiment_from
 
@@ -57,6 +59,28 @@ class PointTest(parameterized.TestCase):
       dataclasses.replace(point, experiment=experiment(num_heads=2)),
     ):
       self.assertNotEqual(point.key, other.key)
+
+  def test_key_of_a_text(self):
+    """Tells its bytes, and not where they lie."""
+    with tempfile.TemporaryDirectory() as folder:
+      keys = []
+      for name, letter in (('a', 'x'), ('b', 'x'), ('c', 'y')):
+        path = pathlib.Path(folder) / name
+        path.write_text(letter * 3000)
+        config = text.get_config('tiny')
+        config.task.path = str(path)
+        keys.append(points.Point(experiment_from(config), (0,), 'a', {}).key)
+    self.assertEqual(keys[0], keys[1])
+    self.assertNotEqual(keys[0], keys[2])
+
+  def test_key_of_an_optimiser(self):
+    """Its name is something that numbers depend on."""
+    config = copy_task.get_config('tiny')
+    config.optimizer.name = 'lion'
+    other = points.Point(experiment_from(config), (0,), 'a', {})
+    self.assertNotEqual(
+      points.Point(experiment(), (0,), 'a', {}).key, other.key
+    )
 
   def test_seeds(self):
     self.assertEqual(settings.seeds_from('--seeds', 3, 2), (3, 4))

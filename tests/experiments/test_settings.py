@@ -1,15 +1,22 @@
 """From a ConfigDict to frozen dataclasses."""
 
+import contextlib
+import dataclasses
+import io
 import pathlib
+import sys
 import tempfile
+import types
+from unittest import mock
 
 from absl.testing import parameterized
 from ml_collections import ConfigDict
 
-from configs import copy_task, recall
+from configs import copy_task, recall, text
 from experiments import settings
+from experiments.settings import experiment_from
 from mha_jax.decoder import DecoderConfig
-from mha_jax.tasks import CopyTask, InductionTask, RecallTask
+from mha_jax.tasks import CopyTask, InductionTask, RecallTask, Task
 from mha_jax.training import record
 from mha_jax.training.train import OptimizerConfig, TrainConfig
 
@@ -29,7 +36,7 @@ class ExperimentTest(parameterized.TestCase):
         'train.seed': 5,
       }
     )
-    experiment = settings.experiment_from(config)
+    experiment = experiment_from(config)
     self.assertEqual(experiment.task, CopyTask(6, 3, pairs=True))
     self.assertEqual(
       experiment.model,
@@ -54,7 +61,7 @@ class ExperimentTest(parameterized.TestCase):
     config = copy_task.get_config()
     config.update_from_flattened_dict({name: value})
     with self.assertRaisesRegex(ValueError, message):
-      settings.experiment_from(config)
+      experiment_from(config)
 
   @parameterized.parameters(
     ({'kind': 'recall', 'num_pairs': 3, 'num_queries': 2}, RecallTask(3, 2)),
@@ -65,14 +72,14 @@ class ExperimentTest(parameterized.TestCase):
     """The task's kind picks its class; none is a copy task."""
     config = copy_task.get_config()
     config.task = ConfigDict(section)
-    self.assertEqual(settings.experiment_from(config).task, task)
+    self.assertEqual(experiment_from(config).task, task)
 
   def test_recorded(self):
     """What a run writes down is the experiment again."""
     config = recall.get_config('induction')
     config.model.num_heads = 2
     config.model.positions = 'rope'
-    experiment = settings.experiment_from(config)
+    experiment = experiment_from(config)
     folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
     record.claim(folder, experiment)
     self.assertEqual(settings.recorded_experiment(folder), experiment)
@@ -86,24 +93,137 @@ class ExperimentTest(parameterized.TestCase):
     with config.unlocked():
       config.model.depth = 3
     with self.assertRaisesRegex(ValueError, "--config.model: .*'depth'"):
-      settings.experiment_from(config)
+      experiment_from(config)
+
+  def test_a_run_of_before(self):
+    """Its record lacks fields that have come since: it goes on all the same."""
+    experiment = experiment_from(copy_task.get_config('tiny'))
+    folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
+    saved = record.as_json(experiment)
+    for name in ('name', 'options'):
+      self.assertIsNone(saved['optimizer'].pop(name))
+    record.claim(folder, saved)
+    record.check_same_config(folder, record.as_json(experiment))
+    self.assertEqual(settings.recorded_experiment(folder), experiment)
 
 
-class WorkdirTest(parameterized.TestCase):
-  def test_default(self):
-    """runs/<name>."""
+@dataclasses.dataclass(frozen=True)
+class Counting(Task):
+  """A task of a user's own."""
+
+  length: int = 3
+  start: float | None = None
+  kind: str = dataclasses.field(default='own_tasks:Counting', init=False)
+  made: str = dataclasses.field(default='', init=False)
+
+  def __post_init__(self):
+    object.__setattr__(self, 'made', f'of {self.length}')
+
+  @property
+  def vocab_size(self):
+    return 7
+
+  @property
+  def max_len(self):
+    return self.length
+
+  def sample(self, key, batch_size):
+    raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Unnamed(Counting):
+  kind: str = dataclasses.field(default='own', init=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Abstract(Task):
+  kind: str = dataclasses.field(default='own_tasks:Abstract', init=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bare:
+  kind: str = dataclasses.field(default='own_tasks:Bare', init=False)
+
+
+class OwnTaskTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    module = types.ModuleType('own_tasks')
+    for kind in (Counting, Unnamed, Abstract, Bare):
+      setattr(module, kind.__name__, kind)
+    module.function = print
+    self.enter_context(mock.patch.dict(sys.modules, own_tasks=module))
+
+  def config(self, **task) -> ConfigDict:
+    config = ConfigDict({'task': task})
+    settings.complete(config, 'own')
+    return config
+
+  def test_from_config_to_record_and_back(self):
+    """Its fields are flags; a run's folder finds it again."""
+    config = self.config(kind='own_tasks:Counting')
     self.assertEqual(
-      settings.workdir_from(None, 'copy_task'), pathlib.Path('runs/copy_task')
+      config.task.to_dict(),
+      {'kind': 'own_tasks:Counting', 'length': 3, 'start': None},
+    )
+    with self.assertRaises(TypeError):
+      config.task.start = 'x'
+    config.task.length = 5
+    experiment = experiment_from(config)
+    self.assertEqual(experiment.task, Counting(5))
+    self.assertEqual(experiment.model.vocab_size, 7)
+    folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
+    record.claim(folder, experiment)
+    self.assertEqual(settings.recorded_experiment(folder), experiment)
+
+  def test_what_a_task_has_by_default(self):
+    task = Counting()
+    self.assertIs(task.validation, task)
+    self.assertEqual((task.separators, task.token_text(3)), ((), '3'))
+    self.assertEqual(task.symbols, tuple(range(7)))
+
+  @parameterized.parameters(
+    ('nowhere:Task', "kind='nowhere:Task' cannot be imported .*'nowhere'"),
+    ('own_tasks:Missing', "own_tasks:Missing' cannot be imported"),
+    ('own_tasks:function', 'must be a frozen dataclass'),
+    ('own_tasks:Unnamed', "has kind='own', by which no run finds it again"),
+    ('own_tasks:Abstract', 'abstract method'),
+    ('own_tasks:Bare', r"lacks \['vocab_size', 'max_len', 'sample'"),
+    ('poem', "kind='poem' must be in .* a class of your own, as"),
+    (3, 'kind=3 must be in'),
+  )
+  def test_refused(self, kind, message):
+    """With the kind, and what is wrong with it."""
+    with self.assertRaisesRegex(ValueError, f'--config.task.*{message}'):
+      experiment_from(
+        ConfigDict(
+          {'name': 'x', 'model': {}, 'optimizer': {}, 'train': {}}
+          | {'task': {'kind': kind}}
+        )
+      )
+
+
+class TextTest(parameterized.TestCase):
+  def test_announced_once(self):
+    """Which text, and how much of it; nothing of a task without one."""
+    folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
+    (folder / 'a').write_text('x' * 900 + '\n' + 'y' * 99)
+    config = text.get_config('tiny')
+    config.task.path = str(folder / 'a')
+    of_text = experiment_from(config)
+    copy = experiment_from(copy_task.get_config())
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+      settings.announce([copy, of_text, of_text, copy])
+    self.assertEqual(
+      out.getvalue(),
+      f'text: {folder}/a, 900 bytes to train on, 100 to validate\n',
     )
 
-  def test_flag(self):
-    """A folder that is there or not; a file, or below one, is refused."""
-    folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
-    for path in (folder, folder / 'a' / 'b'):
-      self.assertEqual(settings.workdir_from(str(path), 'x'), path)
-      self.assertEqual([*folder.iterdir()], [])
-    file = folder / 'file'
-    file.write_text('')
-    for path in (file, file / 'below'):
-      with self.assertRaisesRegex(ValueError, f'--workdir={path}.* a file'):
-        settings.workdir_from(str(path), 'x')
+  def test_empty_path(self):
+    """Is no wish for the plays."""
+    config = text.get_config('tiny')
+    config.task.path = ''
+    with self.assertRaisesRegex(ValueError, "--config.task: path='' is empty"):
+      experiment_from(config)

@@ -30,7 +30,14 @@ OVERRIDES = (
   f'--config.train.steps={STEPS}',
   '--config.train.steps_per_dispatch=5',
 )
-FILES = {'.lock', 'env.json', 'results.jsonl', 'results.csv', 'sweep_heads.png'}
+FILES = {
+  '.lock',
+  'config.json',
+  'env.json',
+  'results.jsonl',
+  'results.csv',
+  'sweep_heads.png',
+}
 train_seeds = points.train_seeds
 
 
@@ -114,6 +121,7 @@ class SweepTest(SweepTestCase):
     for part in (' 1 heads  10/10', ' 4 heads  10/10', 'loss', 'steps/s'):
       self.assertIn(part, self.first.err)
     self.assertEqual({path.name for path in self.workdir.iterdir()}, FILES)
+    self.assertEqual(self.first.files, FILES)  # before the first word
     png = (self.workdir / 'sweep_heads.png').read_bytes()
     self.assertStartsWith(png, b'\x89PNG\r\n')
 
@@ -191,6 +199,11 @@ class SweepTest(SweepTestCase):
       found = [float(line[f'final_loss_{x}']) for x in ('min', 'max')]
       self.assertEqual(found, sorted(row['final_loss']))
       self.assertEqual(float(line['steps_per_s']), row['steps_per_s'])
+      self.assertEqual(line['model.attention'], 'mha')
+      self.assertEqual(line['task.kind'], 'copy')
+      self.assertEqual(line['model.num_heads'], str(row['n_heads']))
+      self.assertEqual(line['model.num_kv_heads'], '')
+      self.assertEqual(line['train.steps'], str(STEPS))
       self.assertIn('final_accuracy_median', line)
       self.assertIn('steps_to_threshold_median', line)
 
@@ -229,27 +242,25 @@ class SweepTest(SweepTestCase):
     self.assertEqual(read(workdir), self.rows)
 
   @parameterized.parameters(
-    '--seeds=3',
-    '--config.train.seed=4',
-    '--config.model.mlp_dim=8',
-    '--config.optimizer.learning_rate=0.01',
-    '--config.task.num_symbols=3',
+    ('--seeds=3', 'seeds: 2 -> 3'),
+    ('--config.train.seed=4', 'train.seed: 3 -> 4'),
+    ('--config.model.attention=mqa', 'model.attention: mha -> mqa'),
+    ('--config.optimizer.learning_rate=0.01', 'learning_rate: 0.003 -> 0.01'),
+    ('--config.task.num_symbols=3', 'task.num_symbols: 4 -> 3'),
+    ('--equal_params', 'equal_params: False -> True'),
   )
-  def test_another_config_is_another_point(self, override):
-    """Whatever the numbers depend on is part of the key."""
-    workdir = self.folder / 'other'
-    write(workdir, self.rows)
-    trained = []
-
-    def stub(point, request):
-      trained.append(point.experiment.model.num_heads)
-      return recorded(self.rows[0])
-
-    with training(stub):
-      call(workdir, override)
-    self.assertEqual(trained, [1, 4])
-    self.assertEqual(read(workdir)[:2], self.rows)
-    self.assertLen({row['key'] for row in read(workdir)}, 4)
+  def test_another_config_is_refused(self, override, words):
+    """As train does: nothing that the first sweep wrote is replaced."""
+    before = scripts.contents(self.workdir)
+    with training(self.never):
+      result = call(self.workdir, override)
+    self.assertEqual((result.code, result.out), (2, ''))
+    self.assertEqual(result.err.count('\n'), 1)
+    self.assertIn(
+      f'workdir={self.workdir} holds a run with another', result.err
+    )
+    self.assertIn(words, result.err)
+    self.assertEqual(scripts.contents(self.workdir), before)
 
 
 class GoingOnTest(SweepTestCase):

@@ -1,6 +1,7 @@
 """The progress bar: speed, lines where there is no terminal."""
 
 import io
+import re
 from unittest import mock
 
 from absl.testing import parameterized
@@ -19,8 +20,10 @@ class ProgressTest(parameterized.TestCase):
     self.monotonic = clock.monotonic
     self.monotonic.return_value = 100.0
 
-  def bar(self, total: int, start: int = 0, terminal: bool = False):
-    console = Console(file=self.out, force_terminal=terminal, width=120)
+  def bar(
+    self, total: int, start: int = 0, terminal: bool = False, width: int = 120
+  ):
+    console = Console(file=self.out, force_terminal=terminal, width=width)
     bar = progress.ProgressBar('train', total, start, console)
     return self.enter_context(bar)
 
@@ -72,3 +75,23 @@ class ProgressTest(parameterized.TestCase):
     for part in ('train', '100/100', 'loss 1.235', '40 steps/s'):
       self.assertIn(part, text)
     self.assertIn('\x1b[', text)
+
+  @parameterized.parameters(40, 60, 80, 100, 120)
+  def test_numbers_are_whole_on_a_narrow_terminal(self, width):
+    """Words fold; the bar and the time give way to numbers."""
+    console = Console(file=self.out, force_terminal=True, width=width)
+    bar = progress.ProgressBar(' MHA, heads of 4 p=0', 1_000_000, 0, console)
+    with bar:
+      self.monotonic.return_value = 101.0
+      bar.update(1000, METRICS)
+      self.monotonic.return_value = 102.0
+      bar.update(999_980, {'loss': 1.2345e-05, 'accuracy': 0.99974})
+    text = re.sub('\x1b\\[[^a-zA-Z]*[a-zA-Z]', '', self.out.getvalue())
+    last = text.rpartition('999980')[0].rpartition('\r')[2] + '999980'
+    last += text.rpartition('999980')[2]
+    words = ('999980/1000000', '1.234e-05', '0.9997', '9.99e+05', 'heads')
+    for word in words:
+      self.assertIn(word, last)
+    self.assertNotIn('…', last)
+    self.assertEqual('━' in last, width >= progress.WIDE)
+    self.assertEqual('0:00:' in last, width >= progress.NARROW)

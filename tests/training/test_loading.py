@@ -1,0 +1,77 @@
+"""A trained model from its folder alone."""
+
+import json
+import pathlib
+import tempfile
+
+import jax.numpy as jnp
+from absl.testing import parameterized
+from oracles import assert_same_bits
+
+from mha_jax.decoder import DecoderConfig, DecoderLM, generate
+from mha_jax.tasks import TextTask
+from mha_jax.training import run, train
+from mha_jax.training.loading import load_model
+from mha_jax.training.record import RecordError
+
+
+class LoadTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    folder = self.enter_context(tempfile.TemporaryDirectory())
+    self.folder = pathlib.Path(folder)
+    self.workdir = self.folder / 'run'
+
+  def test_load(self):
+    """Config, parameters; heads that differ by layer; the text is gone."""
+    text = self.folder / 'text'
+    text.write_text('to be or not to be\n' * 50)
+    task = TextTask(7, str(text))
+    model = DecoderConfig(
+      task.vocab_size,
+      task.max_len,
+      d_model=6,
+      num_layers=2,
+      num_heads=(2, 1),
+      head_dim=3,
+    )
+    experiment = train.Experiment(
+      model,
+      task,
+      train.OptimizerConfig(warmup_steps=0, name='sgd'),
+      train.TrainConfig(steps=3, batch_size=2, eval_batches=1),
+    )
+    outcome = run.run(experiment, self.workdir)
+    text.unlink()
+    module, variables = load_model(str(self.workdir))
+    self.assertEqual(module, DecoderLM(model))
+    assert_same_bits(variables, {'params': outcome.params})
+    tokens, count = generate(
+      module, variables, jnp.array([list(b'to')]), max_new_tokens=3
+    )
+    self.assertEqual((tokens.shape, int(count[0])), ((1, 3), 3))
+
+  @parameterized.parameters(
+    (None, 'records no run .*FileNotFoundError'),
+    ('{', 'records no run .*JSONDecodeError'),
+    ('[]', 'records no run'),
+    ('null', 'records no run'),
+    ('{"model": {}}', 'records no run'),
+    ('{"model": {"vocab_size": null}}', 'records no run'),
+  )
+  def test_no_run(self, text, message):
+    """One line that names the file, whatever it holds."""
+    self.workdir.mkdir()
+    if text is not None:
+      (self.workdir / 'config.json').write_text(text)
+    with self.assertRaisesRegex(RecordError, message) as caught:
+      load_model(self.workdir)
+    self.assertIn(f'{self.workdir}/config.json', str(caught.exception))
+
+  def test_no_checkpoint(self):
+    self.workdir.mkdir()
+    model = {'vocab_size': 5, 'max_len': 3}
+    config = {'model': model, 'optimizer': {}, 'train': {}}
+    (self.workdir / 'config.json').write_text(json.dumps(config))
+    with self.assertRaisesRegex(RecordError, 'holds no checkpoint'):
+      load_model(self.workdir)
