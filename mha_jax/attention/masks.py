@@ -10,7 +10,9 @@ Each kind is made by its function and composed with `&` and `|`:
 `causal` and `window` compare positions, where a token stands in its sequence;
 `dense`, `lengths` and `segments` go by the row and column of the call. Without
 `input_positions` the two are the same. Where the inputs have several batch
-dimensions, b counts the rows of all of them.
+dimensions, b counts the rows of all of them. `jax.vmap` over the batch rows
+maps a mask that was made for all of them with in_axes=0, and over its heads
+with 0 again.
 """
 
 import dataclasses
