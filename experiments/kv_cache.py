@@ -41,13 +41,33 @@ from mha_jax.attention import (
   num_params,
 )
 from mha_jax.attention.variants import build
-from mha_jax.training import record
+from mha_jax.training import environment, record
 
 LENGTH = flags.DEFINE_integer(
   'length', None, 'tokens in the cache; short for --config.length'
 )
 
 DTYPES = ('bfloat16', 'float16', 'float32')
+SIZES = (
+  'd_model',
+  'num_heads',
+  'num_layers',
+  'length',
+  'batch_size',
+  'repeats',
+)
+OTHERS = (
+  'head_dim',
+  'kv_heads',
+  'ranks',
+  'qk_rope_head_dim',
+  'v_head_dim',
+  'q_lora_rank',
+  'window',
+  'dtype',
+  'decode_steps',
+)
+"""What a config has besides its sizes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,11 +79,11 @@ class Settings:
 
 def parse() -> Settings:
   config = flags.FLAGS.config
+  settings.check_fields(config, ('name', *SIZES, *OTHERS))
   if LENGTH.value is not None:
     checks.positive('--length', LENGTH.value)
     config.length = LENGTH.value
-  sizes = ('d_model', 'num_heads', 'num_layers', 'length', 'batch_size')
-  for name in (*sizes, 'repeats'):
+  for name in SIZES:
     checks.positive(f'--config.{name}', config[name])
   checks.whole('--config.decode_steps', config.decode_steps, 0, config.length)
   if config.dtype not in DTYPES:
@@ -214,7 +234,7 @@ def report(chosen: Settings, rows: list[dict[str, Any]]) -> None:
   record.write_csv(chosen.workdir / 'results.csv', rows)
   lines = ''.join(json.dumps(row) + '\n' for row in rows)
   record.write_text(chosen.workdir / 'results.jsonl', lines)
-  record.write_json(chosen.workdir / 'env.json', record.environment())
+  environment.add_start(chosen.workdir)
   figure = chosen.workdir / 'kv_cache.png'
   caches.kv_cache(rows, title, figure)
   print(f'recorded in {chosen.workdir}, figure {figure}')

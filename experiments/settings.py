@@ -1,15 +1,17 @@
 """From a ConfigDict, as flags leave it, to frozen dataclasses."""
 
 import json
+import os
 import pathlib
 from collections.abc import Iterable
 from typing import Any
 
 from ml_collections import ConfigDict
 
+from mha_jax.attention import checks
 from mha_jax.decoder import DecoderConfig
 from mha_jax.tasks import TASKS, Task
-from mha_jax.training import record
+from mha_jax.training import memory, record
 from mha_jax.training.train import Experiment, OptimizerConfig, TrainConfig
 
 SECTIONS = ('name', 'task', 'model', 'optimizer', 'train')
@@ -51,6 +53,8 @@ def experiment_from(config: ConfigDict) -> Experiment:
   check_sections(config)
   task = _task_from(config.task)
   sizes = {'vocab_size': task.vocab_size, 'max_len': task.max_len}
+  for name, size in sizes.items():
+    checks.positive(f'--config.task: {name}', size)
   return Experiment(
     model=_build('model', DecoderConfig, config.model, sizes),
     task=task,
@@ -63,7 +67,7 @@ def _task_from(config: ConfigDict) -> Task:
   """The task of the kind that the config names."""
   options = config.to_dict()
   kind = options.pop('kind', 'copy')
-  if kind not in TASKS:
+  if not isinstance(kind, str) or kind not in TASKS:
     raise ValueError(f'--config.task.kind={kind!r} must be in {tuple(TASKS)}')
   task: Task = _build('task', TASKS[kind], ConfigDict(options))
   return task
@@ -77,7 +81,7 @@ def recorded_experiment(workdir: pathlib.Path) -> Experiment:
   """
   path = workdir / 'config.json'
   try:
-    saved = json.loads(path.read_text())
+    saved = json.loads(path.read_bytes())
   except OSError as error:
     raise ValueError(
       f'{workdir} holds no config.json; name the folder of a run, as '
@@ -88,13 +92,16 @@ def recorded_experiment(workdir: pathlib.Path) -> Experiment:
   if not isinstance(saved, dict):
     raise ValueError(f'{path} is no config; name the folder of a run')
   config = ConfigDict({'name': workdir.name} | saved)
-  check_sections(config)
-  sizes = ('vocab_size', 'max_len')  # the task's
-  config.model = {k: x for k, x in config.model.items() if k not in sizes}
-  task = {k: x for k, x in config.task.items() if k != 'digest'}
-  config.task = ConfigDict(task)
   try:
+    check_sections(config)
+    model, task = config.model.to_dict(), config.task.to_dict()
+    sizes = {k: model.pop(k, None) for k in ('vocab_size', 'max_len')}
+    task.pop('digest', None)
+    config.model, config.task = ConfigDict(model), ConfigDict(task)
     experiment = experiment_from(config)
+    for name, size in sizes.items():
+      if size != getattr(experiment.task, name):
+        raise ValueError(f'model.{name}={size!r} is not that of the task')
   except ValueError as error:
     raise ValueError(f'{path}: {error}') from error
   now, then = record.as_json(experiment.task), saved['task']
@@ -105,6 +112,14 @@ def recorded_experiment(workdir: pathlib.Path) -> Experiment:
       'there, or train again'
     )
   return experiment
+
+
+def check_memory(experiment: Experiment, seeds: int = 1) -> None:
+  """Raises a ValueError unless a training step of all seeds can fit."""
+  try:
+    memory.check(experiment, seeds)
+  except ValueError as error:
+    raise ValueError(f'--config: {error}') from error
 
 
 def seeds_from(flag: str, first: int, count: int) -> tuple[int, ...]:
@@ -120,7 +135,8 @@ def workdir_from(flag: str | None, name: str) -> pathlib.Path:
   """The run's folder: the flag, or runs/<name>.
 
   Raises:
-    ValueError: the path is empty or a file, or lies below one.
+    ValueError: the path is empty or a file, lies below one, or cannot be
+      written in this locale.
   """
   if flag == '':
     raise ValueError('--workdir= is empty; name a folder')
@@ -128,7 +144,20 @@ def workdir_from(flag: str | None, name: str) -> pathlib.Path:
   for path in (workdir, *workdir.parents):
     if path.exists() and not path.is_dir():
       raise ValueError(f'--workdir={workdir}: {path} is a file; name a folder')
+  check_name('--workdir', workdir)
   return workdir
+
+
+def check_name(flag: str, path: pathlib.Path) -> None:
+  """Raises a ValueError unless a path is text, as checkpoints need it."""
+  try:
+    str(path.absolute()).encode()
+  except UnicodeEncodeError as error:
+    shown = os.fsencode(path.absolute())
+    raise ValueError(
+      f'{flag}={shown!r} has letters that this locale does not know; set '
+      'PYTHONUTF8=1, or name a folder in ASCII'
+    ) from error
 
 
 def _build(
