@@ -148,10 +148,14 @@ def _check_digests(folder: pathlib.Path, step: int) -> None:
   path = folder / DIGESTS
   if not path.exists():
     return
-  saved = json.loads(path.read_bytes())
-  if saved['step'] != step:
-    raise ValueError(f'it is that of step {saved["step"]}; name it so')
-  before, now = saved['sha256'], _digests(folder)
+  try:
+    saved = json.loads(path.read_bytes())
+    of_step, before = saved['step'], dict(saved['sha256'])
+  except (KeyError, TypeError, ValueError) as error:
+    raise ValueError(f'{DIGESTS} is no record') from error
+  if of_step != step:
+    raise ValueError(f'it is that of step {of_step}; name it so')
+  now = _digests(folder)
   for name in sorted(before | now):
     if before.get(name) != now.get(name):
       raise ValueError(f'{name} is not what was written')
