@@ -115,9 +115,7 @@ def _check_platforms() -> None:
   try:
     jax.devices()
   except (AssertionError, RuntimeError) as error:  # JAX raises both
-    reason = (
-      str(error).partition('(set JAX')[0].strip() or 'no such device here'
-    )
+    reason = str(error).partition('(set JAX')[0].rstrip(' .')
     raise ValueError(
       f'JAX_PLATFORMS={named}: {reason or "no such device here"}; unset it to '
       'take what there is'

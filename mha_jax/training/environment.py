@@ -80,9 +80,19 @@ def add_start(workdir: pathlib.Path, **more: Any) -> None:
 def check_same_options(workdir: pathlib.Path) -> None:
   """Holds this start against the last one of the folder; see `OPTIONS`.
 
+  Warns where there was one and env.json, which tells of it, is gone.
+
   Raises:
     RecordError: JAX's options differ, and the numbers would.
   """
+  if not (workdir / 'env.json').exists() and (workdir / 'checkpoints').exists():
+    warnings.warn(
+      f'workdir={workdir} holds checkpoints but no env.json to tell where they '
+      'were made; if JAX had other options there, numbers do not go on as they '
+      'would have',
+      RecordWarning,
+      stacklevel=2,
+    )
   if changed := _changed(workdir, ['options']):
     raise RecordError(
       f"workdir={workdir} was started with other options of JAX's "
@@ -93,14 +103,10 @@ def check_same_options(workdir: pathlib.Path) -> None:
 
 def warn_of_changes(workdir: pathlib.Path) -> None:
   """Warns, in a line, of what else differs from the folder's last start."""
-  changed = _changed(workdir, MAY_DIFFER)
-  if not (workdir / 'env.json').exists():
-    changed = ['env.json, which tells where, is gone']
-  if changed:
+  if changed := _changed(workdir, MAY_DIFFER):
     warnings.warn(
-      f'workdir={workdir} may have been started elsewhere '
-      f'({"; ".join(changed)}); what is added to it may have other last bits '
-      'than it would have had',
+      f'workdir={workdir} was started elsewhere ({"; ".join(changed)}); what '
+      'is added to it may have other last bits than it would have had',
       RecordWarning,
       stacklevel=2,
     )

@@ -10,7 +10,8 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 STDERR = 2  # the file descriptor
@@ -48,8 +49,7 @@ def stop_on_signal() -> Iterator[StopRequest]:
   Only the main thread can enter it.
   """
   request = StopRequest('stopping after this dispatch')
-  numbers = (signal.SIGINT, signal.SIGTERM)
-  with _heard(request, {number: lambda *_: None for number in numbers}):
+  with _heard(request, (signal.SIGINT, signal.SIGTERM), lambda *_: None):
     yield request
 
 
@@ -60,22 +60,30 @@ def interrupt_at_once() -> Iterator[None]:
   The first raises KeyboardInterrupt as ever: once the main thread is back.
   """
   request = StopRequest('stopping')
-  with _heard(request, {signal.SIGINT: signal.default_int_handler}):
+  with _heard(request, (signal.SIGINT,), signal.default_int_handler):
     yield
 
 
 @contextlib.contextmanager
 def _heard(
-  request: StopRequest, handlers: dict[signal.Signals, Any]
+  request: StopRequest,
+  numbers: Sequence[signal.Signals],
+  handler: Callable[[int, FrameType | None], Any],
 ) -> Iterator[None]:
-  """Hands signals to the request as they come, and to handlers, in time."""
+  """Hands signals to the request as they come, and then to the handler."""
   ear, mouth = socket.socketpair()
   mouth.setblocking(False)
+  answered = threading.Semaphore(0)
 
   def listen() -> None:
     while heard := ear.recv(1):
-      if heard[0] in handlers:
+      if heard[0] in numbers:
         request.receive(signal.Signals(heard[0]))
+        answered.release()
+
+  def in_main_thread(number: int, frame: FrameType | None) -> None:
+    answered.acquire(timeout=1)
+    handler(number, frame)
 
   listener = threading.Thread(target=listen, daemon=True)
   with contextlib.ExitStack() as stack:
@@ -85,8 +93,9 @@ def _heard(
     stack.enter_context(mouth)  # its end is the listener's
     wakeup = signal.set_wakeup_fd(mouth.fileno())
     stack.callback(signal.set_wakeup_fd, wakeup)
-    for number, handler in handlers.items():
-      stack.callback(signal.signal, number, signal.signal(number, handler))
+    for number in numbers:
+      before = signal.signal(number, in_main_thread)
+      stack.callback(signal.signal, number, before)
     yield
 
 

@@ -120,7 +120,9 @@ class ChangesTest(EnvironmentTestCase):
     environment.warn_of_changes(self.workdir)
 
   def test_no_file(self):
+    """Nothing is known of a run that was started, and that is said."""
     self.path.unlink()
     environment.check_same_options(self.workdir)
-    with self.assertWarnsRegex(record.RecordWarning, 'env.json.* is gone'):
-      environment.warn_of_changes(self.workdir)
+    (self.workdir / 'checkpoints').mkdir()
+    with self.assertWarnsRegex(record.RecordWarning, 'no env.json to tell'):
+      environment.check_same_options(self.workdir)
