@@ -105,6 +105,7 @@ def main(chosen: Settings) -> int:
     same = {k: v for k, v in chosen.config.to_dict().items() if k not in OPEN}
     record.claim(chosen.workdir, same)
     environment.check_same_options(chosen.workdir)
+    environment.warn_of_changes(chosen.workdir)
     environment.add_start(chosen.workdir)
     rows = [row for row in record.read_jsonl(path, *ROW) if _is_whole(row)]
     done = {row['key']: row for row in rows}

@@ -82,8 +82,8 @@ class CheckpointsTest(CheckpointsTestCase):
     torn.mkdir()
     (torn / 'default').write_text('half')
     np.testing.assert_array_equal(self.open().restore(state(0))['step'], 1)
-    again = self.open()
-    again.save(20, state(3))
+    with self.assertNoLogs():  # orbax would tell of the folder
+      self.open().save(20, state(3))
     np.testing.assert_array_equal(self.open().restore(state(0))['step'], 3)
 
 

@@ -5,6 +5,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 from absl.testing import parameterized
@@ -75,4 +76,7 @@ class BusyTest(parameterized.TestCase):
       text=True,
     )
     self.addCleanup(process.kill)
+    timer = threading.Timer(60, process.kill)
+    timer.start()
+    self.addCleanup(timer.cancel)
     return process
