@@ -28,19 +28,41 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from experiments import command_line, folders, printing, reports, timing
+from experiments import (
+  command_line,
+  folders,
+  printing,
+  reports,
+  settings,
+  timing,
+)
 from experiments.figures import speed
 from experiments.suites.case import HAS_TORCH, Case, Run
 from mha_jax.attention import checks
 from mha_jax.training import record
-from mha_jax.training.run import StopRequest, stop_on_signal
+from mha_jax.training.signals import StopRequest, stop_on_signal
 
 SUITES = ('attention', 'module', 'decoder', 'train', 'decode')
 WITH_MEMORY = ('attention', 'decoder')
+SIZES = (
+  'rounds',
+  'batch_size',
+  'num_heads',
+  'head_dim',
+  'window',
+  'module_batch_size',
+  'module_d_model',
+  'decoder_layers',
+  'train_steps',
+  'decode_tokens',
+  'decode_batch_size',
+)
 OPEN = ('suites', 'lengths', 'module_lengths', 'decoder_lengths', 'train_heads')
 """What of the config may differ from call to call in one folder."""
 ROW = ('key', 'suite', 'task', 'setting', 'rows')
 """What every line of results.jsonl has."""
+NUMBERS = ('seconds', 'ratio', 'ratio_low', 'ratio_high')
+"""What is known of each contender."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +75,9 @@ class Settings:
 
 def parse() -> Settings:
   config = flags.FLAGS.config
-  sizes = ('rounds', 'batch_size', 'num_heads', 'head_dim', 'window')
-  decode = ('decode_tokens', 'decode_batch_size')
-  module = ('module_batch_size', 'module_d_model', 'decoder_layers')
-  for name in (*sizes, *module, 'train_steps', *decode):
+  others = ('name', 'memory', 'max_scores_gib', 'tiny')
+  settings.check_fields(config, (*SIZES, *OPEN, *others))
+  for name in SIZES:
     checks.positive(f'--config.{name}', config[name])
   checks.real('--config.max_scores_gib', config.max_scores_gib, 1e-9, 1e6)
   chosen = config.suites.split(',')
@@ -94,7 +115,8 @@ def main(chosen: Settings) -> int:
     note = "PyTorch is not installed and takes no part: pip install '.[parity]'"
     print(note, file=sys.stderr)
   with folders.kept(chosen.workdir, chosen.asked), stop_on_signal() as request:
-    done = {row['key']: row for row in record.read_jsonl(path, *ROW)}
+    rows = [row for row in record.read_jsonl(path, *ROW) if _is_whole(row)]
+    done = {row['key']: row for row in rows}
     console = Console(stderr=True)
     for number, case in enumerate(chosen.cases, 1):
       if case.key not in done:
@@ -114,6 +136,23 @@ def main(chosen: Settings) -> int:
   if measured:
     report(measured, chosen)
   return 0 if len(measured) == len(chosen.cases) else 1
+
+
+def _is_whole(row: dict[str, Any]) -> bool:
+  """Whether a line has what a table needs; else it is measured again."""
+  rows = row['rows']
+  return (
+    isinstance(row['key'], str)
+    and isinstance(row['setting'], dict)
+    and isinstance(rows, list)
+    and bool(rows)
+    and all(
+      isinstance(x, dict)
+      and isinstance(x.get('contender'), str)
+      and all(type(x.get(name)) is float for name in NUMBERS)
+      for x in rows
+    )
+  )
 
 
 def measure(

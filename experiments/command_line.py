@@ -7,22 +7,28 @@ does, ends nothing. `--help` shows the script, its own flags and the fields of
 its config.
 """
 
+import atexit
+import contextlib
 import difflib
 import importlib.util
+import os
 import pathlib
 import re
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
+import jax
 from absl import flags
 from jax.errors import JaxRuntimeError
 from ml_collections import ConfigDict, FrozenConfigDict, config_flags
 
 from experiments import help_text, printing, settings
-from mha_jax.training.record import RecordError
+from mha_jax.training.record import FULL, RecordError
+from mha_jax.training.signals import interrupt_at_once
 
 Settings = TypeVar('Settings')
 
@@ -43,38 +49,108 @@ def run(
     main: does the work.
     default_config: the config file, where the user names none.
   """
-  with printing.heard_or_not():
-    _run(parse, main, default_config)
+  with printing.heard_or_not(), warnings.catch_warnings():
+    warnings.showwarning = _show_warning
+    try:
+      with interrupt_at_once():
+        sys.exit(_run(parse, main, default_config))
+    except KeyboardInterrupt:
+      print('SIGINT: stopped', file=sys.stderr)
+      _leave_at_exit(130)
+      sys.exit(130)
+
+
+def _leave_at_exit(code: int) -> None:
+  """Cuts the interpreter's end short: JAX waits there for what still computes,
+  and orbax's threads complain of what has failed."""
+
+  def leave() -> None:
+    with contextlib.suppress(OSError):
+      sys.stdout.flush()
+    os._exit(code)
+
+  atexit.register(leave)
 
 
 def _run(
   parse: Callable[[], Settings],
   main: Callable[[Settings], int],
   default_config: str,
-) -> NoReturn:
-  """`run` without care for who reads."""
+) -> int:
+  """What `run` says; returns the exit code, or exits with it."""
   arguments = [a for a in sys.argv if a not in HELP]
   wants_help = len(arguments) < len(sys.argv)
   try:
     source, arguments = _take_config(arguments, default_config)
     _define_flags(source, load_config(source), arguments)
     _parse_flags(arguments)
+    if not wants_help:
+      _check_platforms()
     chosen = None if wants_help else parse()
   except USER_ERRORS as error:
     _refuse(error)
   if chosen is None:
     print(help_text.whole(source, config_module(source), own_flags()))
-    sys.exit(0)
+    return 0
   try:
-    sys.exit(main(chosen))
-  except (OSError, RecordError, JaxRuntimeError) as error:
+    return main(chosen)
+  except (JaxRuntimeError, MemoryError) as error:
+    _leave_at_exit(2)
+    _refuse(_out_of_memory(error) or error)
+  except (OSError, RecordError) as error:
+    _leave_at_exit(2)
+    if isinstance(error, OSError) and error.errno in FULL:
+      workdir = getattr(chosen, 'workdir', 'what it writes')
+      _refuse(OSError(f'{error}; make room for {workdir}'))
     _refuse(error)
   except FloatingPointError as error:
     print(f'failed: {error}', file=sys.stderr)
-    sys.exit(1)
-  except KeyboardInterrupt:
-    print('SIGINT: stopped', file=sys.stderr)
-    sys.exit(130)
+    return 1
+
+
+def _check_platforms() -> None:
+  """Raises a ValueError if JAX cannot use what JAX_PLATFORMS names."""
+  named = os.environ.get('JAX_PLATFORMS')
+  if not named:
+    return
+  try:
+    jax.devices()
+  except (AssertionError, RuntimeError) as error:  # JAX raises both
+    reason = str(error).partition('(set JAX')[0].rstrip(' .')
+    raise ValueError(
+      f'JAX_PLATFORMS={named}: {reason or "no such device here"}; unset it to '
+      'take what there is'
+    ) from error
+
+
+def _out_of_memory(error: Exception) -> Exception | None:
+  """An error that names the largest sizes, if that is what is wrong."""
+  text = str(error).partition('\n')[0].rstrip('.')
+  known = isinstance(error, MemoryError) or 'out of memory' in text.lower()
+  if not known and 'RESOURCE_EXHAUSTED' not in text:
+    return None
+  sizes = _numbers(flags.FLAGS.config)
+  largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
+  named = ', '.join(f'--config.{name}={sizes[name]}' for name in largest)
+  return ValueError(
+    f'out of memory ({text}); the largest sizes are {named}: choose less'
+  )
+
+
+def _numbers(config: ConfigDict, prefix: str = '') -> dict[str, int]:
+  """The integer fields of a config, but for seeds and numbers of steps."""
+  found: dict[str, int] = {}
+  for name, value in config.items():
+    if isinstance(value, ConfigDict):
+      found |= _numbers(value, f'{prefix}{name}.')
+    elif type(value) is int and 'seed' not in name and 'step' not in name:
+      found[prefix + name] = value
+  return found
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+  """A warning in one line."""
+  print(f'warning: {" ".join(str(message).split())}', file=sys.stderr)
 
 
 def load_config(source: str) -> ConfigDict:

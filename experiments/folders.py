@@ -20,7 +20,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from experiments import command_line, settings
-from mha_jax.training import record
+from mha_jax.training import environment, record
 
 LONGEST = 120
 """Bytes of a name; what is beyond becomes a hash."""
@@ -32,7 +32,8 @@ def named(name: str) -> pathlib.Path:
   """The folder: --workdir, or runs/<name>-<what the command line changes>.
 
   Raises:
-    ValueError: the name is empty, or the path is a file or lies below one.
+    ValueError: the name is empty, or the path is a file, lies below one, or
+      cannot be written in this locale.
   """
   if not flags.FLAGS.config.name.strip():
     raise ValueError('--config.name= is empty; it names the folder in runs/')
@@ -42,6 +43,7 @@ def named(name: str) -> pathlib.Path:
   for path in (workdir, *workdir.parents):
     if path.exists() and not path.is_dir():
       raise ValueError(f'--workdir={workdir}: {path} is a file; name a folder')
+  settings.check_name('--workdir', workdir)
   return workdir
 
 
@@ -73,11 +75,17 @@ def asked(
 def kept(workdir: pathlib.Path, asked: Mapping[str, Any]) -> Iterator[None]:
   """Within the block the folder is this question's and this process's own.
 
+  env.json gets an entry for this start.
+
   Raises:
-    RecordError: it answers another question, or another process is in it.
+    RecordError: it answers another question, was started with options of JAX's
+      that give other numbers, or another process is in it.
   """
   with record.exclusive(workdir):
     record.claim(workdir, asked)
+    environment.check_same_options(workdir)
+    environment.warn_of_changes(workdir)
+    environment.add_start(workdir)
     yield
 
 

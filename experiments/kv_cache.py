@@ -28,7 +28,7 @@ from ml_collections import ConfigDict
 from rich import box
 from rich.table import Table
 
-from experiments import command_line, folders, printing, reports
+from experiments import command_line, folders, printing, reports, settings
 from experiments.figures import caches
 from mha_jax.attention import (
   AttentionConfig,
@@ -48,6 +48,26 @@ LENGTH = flags.DEFINE_integer(
 )
 
 DTYPES = ('bfloat16', 'float16', 'float32')
+SIZES = (
+  'd_model',
+  'num_heads',
+  'num_layers',
+  'length',
+  'batch_size',
+  'repeats',
+)
+OTHERS = (
+  'head_dim',
+  'kv_heads',
+  'ranks',
+  'qk_rope_head_dim',
+  'v_head_dim',
+  'q_lora_rank',
+  'window',
+  'dtype',
+  'decode_steps',
+)
+"""What a config has besides its sizes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,11 +80,11 @@ class Settings:
 
 def parse() -> Settings:
   config = flags.FLAGS.config
+  settings.check_fields(config, ('name', *SIZES, *OTHERS))
   if LENGTH.value is not None:
     checks.positive('--length', LENGTH.value)
   command_line.merge(config, {'length': LENGTH})
-  sizes = ('d_model', 'num_heads', 'num_layers', 'length', 'batch_size')
-  for name in (*sizes, 'repeats'):
+  for name in SIZES:
     checks.positive(f'--config.{name}', config[name])
   checks.whole('--config.decode_steps', config.decode_steps, 0, config.length)
   if config.dtype not in DTYPES:

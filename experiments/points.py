@@ -21,9 +21,10 @@ import numpy as np
 from absl import flags
 
 from experiments import folders, settings
-from mha_jax.training import record, train
+from mha_jax.training import environment, record, train
 from mha_jax.training.progress import ProgressBar
-from mha_jax.training.run import StopRequest, stop_on_signal
+from mha_jax.training.record import Row
+from mha_jax.training.signals import StopRequest, stop_on_signal
 
 SEEDS = flags.DEFINE_integer(
   'seeds',
@@ -39,18 +40,6 @@ EQUAL_PARAMS = flags.DEFINE_bool(
 ROW = ('key', 'seeds', 'status')
 """What every line of results.jsonl has."""
 
-NUMBERS = (
-  'params',
-  'steps_per_s',
-  'final_loss',
-  'final_accuracy',
-  'loss',
-  'accuracy',
-)
-"""What a finished one has besides, see `train_seeds`."""
-
-Row = dict[str, Any]
-
 
 @dataclasses.dataclass(frozen=True)
 class Point:
@@ -62,6 +51,9 @@ class Point:
     name: shown while it trains.
     labels: what tells it apart in tables, kept in its row; it may not name
       what the row holds.
+
+  Raises:
+    ValueError: the seeds, trained at once, need more memory than there is.
   """
 
   experiment: train.Experiment
@@ -69,15 +61,21 @@ class Point:
   name: str
   labels: dict[str, Any] = dataclasses.field(hash=False)
 
+  def __post_init__(self) -> None:
+    settings.check_memory(self.experiment, len(self.seeds))
+
   @property
   def key(self) -> str:
-    """A hash of all that the numbers depend on."""
+    """A hash of all that the numbers depend on by definition."""
     experiment = record.as_json(self.experiment)
     if 'digest' in experiment['task']:  # tells the text, wherever it lies
       experiment['task']['path'] = None
-    text = json.dumps(
-      {'experiment': experiment, 'seeds': list(self.seeds)}, sort_keys=True
-    )
+    parts = {
+      'experiment': experiment,
+      'seeds': list(self.seeds),
+      'options': environment.options(),
+    }
+    text = json.dumps(parts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -100,16 +98,13 @@ def train_points(
   path = workdir / 'results.jsonl'
   settings.announce(point.experiment for point in points)
   with folders.kept(workdir, asked), stop_on_signal() as request:
-    rows = [row for row in record.read_jsonl(path, *ROW) if _is_whole(row)]
-    done = {row['key']: row for row in rows}
+    done = {str(row['key']): row for row in record.read_jsonl(path, *ROW)}
     for point in points:
-      kept = done.get(point.key)
-      if kept is None or kept['status'] != 'finished':
+      if not _is_finished(done.get(point.key), point):
         row = measure(point, request)
         if row is not None:
           done[point.key] = row
-          text = ''.join(json.dumps(x) + '\n' for x in done.values())
-          record.write_text(path, text)
+          record.write_text(path, ''.join(map(record.line_of, done.values())))
       if request.signal is not None:
         print(
           f'{request.signal.name}: stopped; finished points are kept in '
@@ -120,10 +115,32 @@ def train_points(
   return rows, request.signal
 
 
-def _is_whole(row: Row) -> bool:
-  """Whether a line has all that a table needs; another is trained again."""
-  known = isinstance(row['key'], str)
-  return known and (row['status'] != 'finished' or set(NUMBERS) <= set(row))
+def _is_finished(row: Row | None, point: Point) -> bool:
+  """Whether a row has all of a point's numbers; else it is trained again."""
+  if row is None or row['status'] != 'finished':
+    return False
+  seeds, steps = len(point.seeds), point.experiment.train.steps
+  shapes: dict[str, tuple[int, ...]] = {
+    'loss': (seeds, steps),
+    'accuracy': (seeds, steps),
+    'final_loss': (seeds,),
+    'final_accuracy': (seeds,),
+  }
+  return (
+    row['seeds'] == [*point.seeds]
+    and type(row.get('params')) is int
+    and type(row.get('steps_per_s')) in (float, type(None))
+    and all(_has_shape(row.get(x), shape) for x, shape in shapes.items())
+  )
+
+
+def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:
+  """Whether nested lists are numbers throughout, in this shape."""
+  try:
+    array = np.asarray(value)
+  except ValueError:  # ragged
+    return False
+  return array.shape == shape and array.dtype.kind in 'if'
 
 
 def measure(point: Point, request: StopRequest) -> Row | None:
@@ -133,6 +150,7 @@ def measure(point: Point, request: StopRequest) -> Row | None:
   """
   head = {'key': point.key, **point.labels, 'seeds': list(point.seeds)}
   head['config'] = record.as_json(point.experiment)
+  head['options'] = environment.options()
   try:
     numbers = train_seeds(point, request)
   except Exception as error:  # whatever it is, the other points go on
@@ -166,7 +184,8 @@ def train_seeds(point: Point, request: StopRequest) -> Row | None:
     while step < config.steps:
       num_steps = min(config.steps_per_dispatch, config.steps - step)
       state, metrics = _advance(experiment, num_steps, keys, state)
-      history.append(jax.device_get(metrics))
+      # Reading what a failed computation left would hang; waiting raises.
+      history.append(jax.device_get(jax.block_until_ready(metrics)))
       step += num_steps
       latest = {name: history[-1][name] for name in ('loss', 'accuracy')}
       if not np.all(np.isfinite(latest['loss'])):
@@ -176,6 +195,7 @@ def train_seeds(point: Point, request: StopRequest) -> Row | None:
         return None
   evaluate = functools.partial(train.evaluate, experiment)
   final = jax.jit(jax.vmap(evaluate))(keys, state.params)
+  final = jax.block_until_ready(final)
   if not np.all(np.isfinite(final['eval_loss'])):
     raise FloatingPointError('the loss is not finite at the end')
   curves = {

@@ -60,7 +60,7 @@ def parse() -> Settings:
   experiment = (
     settings.recorded_experiment(run)
     if run
-    else settings.experiment_from(config)
+    else trained.experiments(config, 1)[0]
   )
   if experiment.task.max_len < 4:
     raise ValueError(

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import os
 import pathlib
 import typing
 from collections.abc import Iterable
@@ -11,10 +12,11 @@ from typing import Any
 
 from ml_collections import ConfigDict, config_dict
 
+from mha_jax.attention import checks
 from mha_jax.decoder import DecoderConfig
 from mha_jax.importing import imported
 from mha_jax.tasks import TASKS, Task, TextTask
-from mha_jax.training import record
+from mha_jax.training import memory, record
 from mha_jax.training.train import Experiment, OptimizerConfig, TrainConfig
 
 SECTIONS = ('name', 'task', 'model', 'optimizer', 'train')
@@ -115,6 +117,8 @@ def experiment_from(config: ConfigDict) -> Experiment:
   check_sections(config)
   task = task_from(config.task)
   sizes = {'vocab_size': task.vocab_size, 'max_len': task.max_len}
+  for name, size in sizes.items():
+    checks.positive(f'--config.task: {name}', size)
   return Experiment(
     model=_build('model', DecoderConfig, config.model, sizes),
     task=task,
@@ -149,7 +153,7 @@ def task_class(kind: Any) -> Any:
   Raises:
     ValueError: there is none.
   """
-  if kind in TASKS:
+  if isinstance(kind, str) and kind in TASKS:
     return TASKS[kind]
   if ':' not in str(kind):
     raise ValueError(
@@ -170,7 +174,7 @@ def recorded_experiment(workdir: pathlib.Path) -> Experiment:
   """
   path = workdir / 'config.json'
   try:
-    saved = json.loads(path.read_text())
+    saved = json.loads(path.read_bytes())
   except OSError as error:
     raise ValueError(
       f'{workdir} holds no config.json; name the folder of a run, as '
@@ -181,15 +185,18 @@ def recorded_experiment(workdir: pathlib.Path) -> Experiment:
   if not isinstance(saved, dict):
     raise ValueError(f'{path} is no config; name the folder of a run')
   config = ConfigDict({'name': workdir.name} | saved)
-  check_sections(config)
-  sizes = ('vocab_size', 'max_len')  # the task's
-  config.model = {k: x for k, x in config.model.items() if k not in sizes}
   try:
+    check_sections(config)
+    sizes = {x: config.model.get(x) for x in ('vocab_size', 'max_len')}
+    config.model = {k: x for k, x in config.model.items() if k not in sizes}
     made = dataclasses.fields(task_class(config.task.get('kind', 'copy')))
     own = {x.name for x in made if not x.init} - {'kind'}  # as a text's digest
     task = {k: x for k, x in config.task.items() if k not in own}
     config.task = ConfigDict(task)
     experiment = experiment_from(config)
+    for name, size in sizes.items():
+      if size != getattr(experiment.task, name):
+        raise ValueError(f'model.{name}={size!r} is not that of the task')
   except ValueError as error:
     raise ValueError(f'{path}: {error}') from error
   now, then = record.as_json(experiment.task), saved['task']
@@ -210,6 +217,14 @@ def announce(experiments: Iterable[Experiment]) -> None:
     print(f'text: {text}')
 
 
+def check_memory(experiment: Experiment, seeds: int = 1) -> None:
+  """Raises a ValueError unless a training step of all seeds can fit."""
+  try:
+    memory.check(experiment, seeds)
+  except ValueError as error:
+    raise ValueError(f'--config: {error}') from error
+
+
 def seeds_from(flag: str, first: int, count: int) -> tuple[int, ...]:
   """count seeds from the first on; a ValueError where they pass 2^32."""
   if first + count > 2**32:
@@ -217,6 +232,18 @@ def seeds_from(flag: str, first: int, count: int) -> tuple[int, ...]:
       f'{flag}={count} from --config.train.seed={first} on must stay below 2^32'
     )
   return tuple(range(first, first + count))
+
+
+def check_name(flag: str, path: pathlib.Path) -> None:
+  """Raises a ValueError unless a path is text, as checkpoints need it."""
+  try:
+    str(path.absolute()).encode()
+  except UnicodeEncodeError as error:
+    shown = os.fsencode(path.absolute())
+    raise ValueError(
+      f'{flag}={shown!r} has letters that this locale does not know; set '
+      'PYTHONUTF8=1, or name a folder in ASCII'
+    ) from error
 
 
 def _build(

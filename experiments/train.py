@@ -16,7 +16,7 @@ import pathlib
 from absl import flags
 
 from experiments import command_line, folders, settings
-from mha_jax.training import record
+from mha_jax.training import metrics, record
 from mha_jax.training.run import run
 from mha_jax.training.train import Experiment
 
@@ -35,10 +35,11 @@ class Settings:
 def parse() -> Settings:
   config = flags.FLAGS.config
   experiment = settings.experiment_from(config)
+  settings.check_memory(experiment)
   workdir = folders.named(config.name)
   record.check_same_config(workdir, record.as_json(experiment))
   if TENSORBOARD.value:
-    record.event_writer()
+    metrics.event_writer()
   return Settings(experiment, workdir, TENSORBOARD.value)
 
 

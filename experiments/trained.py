@@ -68,16 +68,17 @@ def run_folder(*unused: str) -> pathlib.Path | None:
       f'{idle[0]} has no effect beside --run={RUN.value}; leave one of them out'
     )
   folder = pathlib.Path(RUN.value)
+  settings.check_name('--run', folder)
   settings.recorded_experiment(folder)
   return folder
 
 
 def load(workdir: pathlib.Path) -> Model:
-  """The newest checkpoint of a run.
+  """The newest sound checkpoint of a run.
 
   Raises:
     ValueError: the folder holds no run.
-    RecordError: it holds no checkpoint, or one that cannot be read.
+    RecordError: it holds no sound checkpoint, or one of another model.
   """
   experiment = settings.recorded_experiment(workdir)
   if not (workdir / 'checkpoints').is_dir():
@@ -121,6 +122,7 @@ def experiments(config: ConfigDict, count: int) -> list[train.Experiment]:
     ValueError: a value of the config does not fit.
   """
   first = settings.experiment_from(config)
+  settings.check_memory(first)
   seeds = settings.seeds_from('--models', first.train.seed, count)
   return [
     dataclasses.replace(

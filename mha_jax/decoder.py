@@ -115,8 +115,9 @@ class DecoderConfig:
 
   def __post_init__(self) -> None:
     checks.plain_fields(self)
-    for name in ('vocab_size', 'max_len', 'd_model', 'num_layers'):
+    for name in ('vocab_size', 'max_len', 'd_model'):
       checks.positive(name, getattr(self, name))
+    checks.whole('num_layers', self.num_layers, 1, 10_000)  # each is traced
     for name in BY_LAYER:
       value = getattr(self, name)
       if isinstance(value, list | tuple):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from types import ModuleType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import compiling
 from absl import flags
@@ -50,6 +51,8 @@ def call_as_given(script: ModuleType, *arguments: str) -> Result:
     flagsaver.flagsaver(),
     contextlib.redirect_stdout(out),
     contextlib.redirect_stderr(err),
+    # Its exit is not this process's.
+    mock.patch.object(command_line.atexit, 'register'),
   ):
     sys.argv, sys.modules['__main__'] = [script.__name__, *arguments], script
     try:

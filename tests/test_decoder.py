@@ -530,7 +530,7 @@ class ErrorsTest(parameterized.TestCase):
       'num_kv_heads=2 must divide num_heads=3; nearest: 1, 3',
     ),
     ({'num_heads': 4, 'positions': 'rope'}, 'head_dim=3 must be even'),
-    ({'num_layers': 0}, 'num_layers=0 must be a positive integer'),
+    ({'num_layers': 0}, r'num_layers=0 must be an integer and lie in \[1, '),
     ({'d_model': -4}, 'd_model=-4 must be a positive integer'),
     ({'vocab_size': 0}, 'vocab_size=0 must be a positive integer'),
     ({'head_dim': 0}, 'head_dim=0 must be a positive integer'),

@@ -216,7 +216,8 @@ def js_divergence(maps: Any, queries: Any = None) -> jax.Array:
     return _mean(divergence, counted & its_counted)
 
   heads = tuple(jnp.moveaxis(x, 1, 0) for x in (maps, bits, counted))
-  return jax.lax.map(against_all, heads)
+  with jax.debug_nans(False):  # as in _mean
+    return jax.lax.map(against_all, heads)
 
 
 def rollout(maps_by_layer: Sequence[Any]) -> jax.Array:
@@ -347,7 +348,10 @@ def head_scores(
     queries = jnp.ones(tokens.shape, bool)
   rows = []
   for layer, maps in enumerate(layers):
-    scores = _all_scores(maps, tokens, separates, queries)
+    with jax.debug_nans(False):  # NaN says that no query counts
+      scores = _all_scores(maps, tokens, separates, queries)
+    # To read what a failed computation left would hang; to wait raises.
+    scores = jax.block_until_ready(scores)
     scores['copying_score'] = copying[layer]
     by_name = {name: np.asarray(x).tolist() for name, x in scores.items()}
     for head in range(maps.shape[1]):
@@ -454,7 +458,9 @@ def _defined(value: float) -> float | None:
 
 def _bits(p: jax.Array) -> jax.Array:
   """The entropy of the last axis in bits."""
-  return jnp.sum(jax.scipy.special.entr(p), axis=-1) / math.log(2)
+  # The logarithm of 0 is taken nowhere: jax_debug_nans sees 0 log 0.
+  logs = jnp.log(jnp.where(p > 0, p, 1))
+  return -jnp.sum(p * logs, axis=-1) / math.log(2)
 
 
 def _mass(maps: jax.Array, pairs: jax.Array, queries: Any) -> jax.Array:
@@ -476,8 +482,9 @@ def _counted(maps: jax.Array, queries: Any) -> jax.Array:
 
 
 def _mean(values: jax.Array, counted: jax.Array) -> jax.Array:
-  """The mean (h,) of the values (b, h, t) that count."""
-  return jnp.mean(values, axis=(0, 2), where=counted)
+  """The mean (h,) of the values (b, h, t) that count; NaN where none does."""
+  with jax.debug_nans(False):
+    return jnp.mean(values, axis=(0, 2), where=counted)
 
 
 def _as_maps(maps: Any, square: bool = False) -> jax.Array:

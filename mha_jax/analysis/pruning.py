@@ -287,7 +287,8 @@ def order_by(scores: Any) -> np.ndarray:
   Raises:
     ValueError: scores have another rank, or are NaN.
   """
-  scores = np.asarray(scores)
+  # To read what a failed computation left would hang; to wait raises.
+  scores = np.asarray(jax.block_until_ready(scores))
   if scores.ndim != 2:
     raise ValueError(
       f'scores of shape {scores.shape} must be (num_layers, h), one a head'

@@ -1,80 +1,36 @@
-"""What a run leaves on disk: its config, its surroundings, its metrics.
+"""What a run leaves on disk, and whose folder it is.
 
 config.json    all that the run depends on
-env.json       versions, devices and command of the last start
-metrics.jsonl  one JSON object a line; no times, so that a run which stopped
-               and went on leaves the same bytes as one that never stopped
+env.json       where it was started, see environment.py
+metrics.jsonl  its metrics, see metrics.py
+checkpoints/   its states, see checkpoints.py
 """
 
 import contextlib
 import csv
 import dataclasses
+import errno
 import fcntl
 import io
 import json
-import os
 import pathlib
-import platform
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import metadata
 from typing import Any
 
-import jax
+Row = dict[str, Any]
+"""One line of a JSON-lines file."""
 
-PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of the system that say that there is no room."""
 
 
 class RecordError(ValueError):
   """A folder of records cannot be used as it is; the message says why."""
 
 
-class Recorder:
-  """Writes metrics as JSON lines and, where asked, to TensorBoard.
-
-  What was written after `step`, and a line torn by a crash, is dropped first.
-
-  Args:
-    workdir: the run's folder; see `claim`.
-    step: the step that the run goes on from.
-    tensorboard: whether to write TensorBoard events too.
-
-  Raises:
-    ImportError: tensorboard=True without a writer installed.
-  """
-
-  def __init__(
-    self,
-    workdir: pathlib.Path,
-    step: int = 0,
-    tensorboard: bool = False,
-  ):
-    writer = event_writer() if tensorboard else None
-    path = workdir / 'metrics.jsonl'
-    kept = [row for row in read_jsonl(path, 'step') if row['step'] <= step]
-    write_text(path, ''.join(map(_line, kept)))
-    self.last: dict[str, float] = kept[-1] if kept else {}
-    self._file = path.open('a')
-    self._tensorboard = (
-      writer(str(workdir / 'tensorboard'), purge_step=step + 1)
-      if writer
-      else None
-    )
-
-  def write(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Adds one line, and flushes it."""
-    self.last = {'step': step} | {k: float(x) for k, x in metrics.items()}
-    self._file.write(_line(self.last))
-    self._file.flush()
-    if self._tensorboard is not None:
-      for name, value in metrics.items():
-        self._tensorboard.add_scalar(name, float(value), step)
-
-  def close(self) -> None:
-    self._file.close()
-    if self._tensorboard is not None:
-      self._tensorboard.close()
+class RecordWarning(UserWarning):
+  """What a folder of records holds can be used, but something is amiss."""
 
 
 def as_json(config: Any) -> Any:
@@ -96,12 +52,16 @@ def check_same_config(workdir: pathlib.Path, config: Any) -> None:
       )
     return
   try:
-    saved = json.loads(path.read_text())
+    saved = json.loads(path.read_bytes())
   except ValueError as error:
     raise RecordError(
       f'{path} is no JSON ({error}); choose another --workdir or remove it'
     ) from error
-  old, new = _flatten(saved), _flatten(config)
+  if not isinstance(saved, dict):
+    raise RecordError(
+      f'{path} holds no config; choose another --workdir or remove it'
+    )
+  old, new = flatten(saved), flatten(config)
   digest = 'task.digest'  # a text under another name is the same text
   same_text = old.get(digest) is not None and old[digest] == new.get(digest)
   changed = [
@@ -118,7 +78,7 @@ def check_same_config(workdir: pathlib.Path, config: Any) -> None:
 
 
 def claim(workdir: pathlib.Path, config: Any) -> None:
-  """Makes the folder this config's own: writes config.json and env.json.
+  """Makes the folder this config's own: writes config.json.
 
   Args:
     workdir: the folder; made where absent.
@@ -131,7 +91,6 @@ def claim(workdir: pathlib.Path, config: Any) -> None:
   check_same_config(workdir, config)
   workdir.mkdir(parents=True, exist_ok=True)
   write_json(workdir / 'config.json', config)
-  write_json(workdir / 'env.json', environment())
 
 
 @contextlib.contextmanager
@@ -153,20 +112,7 @@ def exclusive(workdir: pathlib.Path) -> Iterator[None]:
     yield
 
 
-def environment() -> dict[str, Any]:
-  """Versions, devices and command: what is needed to run it again."""
-  return {
-    'command': [pathlib.Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]],
-    'python': platform.python_version(),
-    'platform': platform.platform(),
-    'packages': {name: metadata.version(name) for name in PACKAGES},
-    'devices': [device.device_kind for device in jax.devices()],
-    'cpus': os.cpu_count(),
-    'git_commit': _git_commit(),
-  }
-
-
-def read_jsonl(path: pathlib.Path, *needed: str) -> list[dict[str, Any]]:
+def read_jsonl(path: pathlib.Path, *needed: str) -> list[Row]:
   """The rows of a JSON-lines file; a last line torn by a crash is dropped.
 
   Args:
@@ -176,17 +122,9 @@ def read_jsonl(path: pathlib.Path, *needed: str) -> list[dict[str, Any]]:
   Raises:
     RecordError: a line is no row.
   """
-  if not path.exists():
-    return []
   rows = []
-  text = path.read_bytes()
-  lines = text[: text.rfind(b'\n') + 1].splitlines()
-  for number, line in enumerate(lines, 1):
-    try:
-      row = json.loads(line)
-    except ValueError:
-      row = None
-    if not isinstance(row, dict) or any(name not in row for name in needed):
+  for number, row in enumerate(read_lines(path), 1):
+    if row is None or any(name not in row for name in needed):
       raise RecordError(
         f'{path}:{number} is no record; remove that line, or the folder'
       )
@@ -194,15 +132,60 @@ def read_jsonl(path: pathlib.Path, *needed: str) -> list[dict[str, Any]]:
   return rows
 
 
+def read_lines(path: pathlib.Path) -> list[Row | None]:
+  """The whole lines of a JSON-lines file; None: a line is no JSON object."""
+  if not path.exists():
+    return []
+  text = path.read_bytes()
+  rows: list[Row | None] = []
+  for line in text[: text.rfind(b'\n') + 1].splitlines():
+    try:
+      row = json.loads(line)
+    except ValueError:
+      row = None
+    rows.append(row if isinstance(row, dict) else None)
+  return rows
+
+
+def line_of(row: Mapping[str, Any]) -> str:
+  """A row as a line of a JSON-lines file."""
+  return json.dumps(row) + '\n'
+
+
 def write_json(path: pathlib.Path, value: Any) -> None:
   write_text(path, json.dumps(value, indent=2) + '\n')
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
-  """Replaces a file as a whole: a crash leaves the old one or the new one."""
+  """Replaces a file as a whole: a crash leaves the old one or the new one.
+
+  Raises:
+    RecordError: it cannot be written; the old one stays.
+  """
   temporary = path.with_name(path.name + '.tmp')
-  temporary.write_text(text)
-  temporary.replace(path)
+  with writing(path):
+    try:
+      temporary.write_text(text, encoding='utf-8')
+      temporary.replace(path)
+    except OSError:
+      temporary.unlink(missing_ok=True)
+      raise
+
+
+@contextlib.contextmanager
+def writing(path: pathlib.Path) -> Iterator[None]:
+  """Names the file where writing it fails, within the block.
+
+  Raises:
+    RecordError: an OSError was raised.
+  """
+  try:
+    yield
+  except OSError as error:
+    raise RecordError(
+      f'{path} cannot be written ({error.strerror}); what was recorded before '
+      'is kept: make room, and the same command goes on'
+    ) from error
 
 
 def write_csv(path: pathlib.Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -214,43 +197,11 @@ def write_csv(path: pathlib.Path, rows: Sequence[Mapping[str, Any]]) -> None:
   write_text(path, buffer.getvalue())
 
 
-def _line(row: Mapping[str, Any]) -> str:
-  return json.dumps(row) + '\n'
-
-
-def _flatten(config: Any, prefix: str = '') -> dict[str, Any]:
+def flatten(config: Any, prefix: str = '') -> dict[str, Any]:
   """{'model': {'d': 1}} -> {'model.d': 1}."""
   if not isinstance(config, dict):
     return {prefix: config}
   flat: dict[str, Any] = {}
   for name, value in config.items():
-    flat |= _flatten(value, f'{prefix}.{name}' if prefix else name)
+    flat |= flatten(value, f'{prefix}.{name}' if prefix else name)
   return flat
-
-
-def _git_commit() -> str | None:
-  """The checkout's commit, where this package lies in one."""
-  here = pathlib.Path(__file__).parent
-  try:
-    done = subprocess.run(
-      ['git', 'rev-parse', 'HEAD'],
-      cwd=here,
-      capture_output=True,
-      text=True,
-      check=True,
-    )
-  except (OSError, subprocess.CalledProcessError):
-    return None
-  return done.stdout.strip()
-
-
-def event_writer() -> Any:
-  """The class of TensorBoard writers, from an optional package."""
-  try:
-    import tensorboardX
-  except ImportError as error:
-    raise ImportError(
-      'TensorBoard events need tensorboardX; install it with: '
-      "pip install -e '.[tensorboard]'"
-    ) from error
-  return tensorboardX.SummaryWriter

@@ -9,22 +9,19 @@ import contextlib
 import dataclasses
 import functools
 import math
-import os
 import pathlib
 import signal
-from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from mha_jax.training import train
+from mha_jax.training import environment, memory, train
 from mha_jax.training.checkpoints import Checkpoints
+from mha_jax.training.metrics import Recorder
 from mha_jax.training.progress import ProgressBar
-from mha_jax.training.record import Recorder, claim, exclusive
-
-STDERR = 2  # the file descriptor
+from mha_jax.training.record import claim, exclusive
+from mha_jax.training.signals import StopRequest, stop_on_signal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,40 +41,12 @@ class Outcome:
   stopped_by: signal.Signals | None
 
 
-class StopRequest:
-  """Remembers the first SIGINT or SIGTERM; a second one acts at once."""
-
-  def __init__(self) -> None:
-    self.signal: signal.Signals | None = None
-
-  def __call__(self, number: int, frame: FrameType | None) -> None:
-    del frame
-    self.signal = signal.Signals(number)
-    # Not print: the signal may arrive in the middle of a buffered write.
-    text = f'{self.signal.name}: stopping after this dispatch; again: at once\n'
-    os.write(STDERR, text.encode())
-    signal.signal(number, signal.SIG_DFL)
-
-
-@contextlib.contextmanager
-def stop_on_signal() -> Iterator[StopRequest]:
-  """Turns SIGINT and SIGTERM into a request, within the block."""
-  request = StopRequest()
-  numbers = (signal.SIGINT, signal.SIGTERM)
-  before = {number: signal.signal(number, request) for number in numbers}
-  try:
-    yield request
-  finally:
-    for number, handler in before.items():
-      signal.signal(number, handler)
-
-
 def run(
   experiment: train.Experiment,
   workdir: pathlib.Path,
   tensorboard: bool = False,
 ) -> Outcome:
-  """Trains one model, from the newest checkpoint where there is one.
+  """Trains one model, from the newest sound checkpoint where there is one.
 
   Args:
     experiment: all that the run depends on.
@@ -88,21 +57,33 @@ def run(
     How the run ended. On SIGINT and SIGTERM it saves and returns early.
 
   Raises:
-    RecordError: the folder holds another run, is in use, or cannot be read.
+    ValueError: a step needs more memory than there is.
+    RecordError: the folder holds another run or one of other JAX options, has
+      lost a part of its own, is in use, or cannot be read or written.
     FloatingPointError: the loss is not finite; the checkpoints before stay.
   """
+  memory.check(experiment)
   key = jax.random.key(experiment.train.seed)
+  init = functools.partial(train.init, experiment)
   with contextlib.ExitStack() as stack:
     stack.enter_context(exclusive(workdir))
     # First, since the checkpoint's shapes depend on the config.
     claim(workdir, experiment)
+    environment.check_same_options(workdir)
     request = stack.enter_context(stop_on_signal())
     checkpoints = stack.enter_context(contextlib.closing(Checkpoints(workdir)))
-    state = jax.jit(functools.partial(train.init, experiment))(key)
-    state = checkpoints.restore(state) or state
+    state = checkpoints.restore(jax.eval_shape(init, key))
+    if state is None:
+      state = jax.block_until_ready(jax.jit(init)(key))
+    step = int(state.step)
+    ends = train.dispatch_ends(experiment.train, step)
     recorder = stack.enter_context(
-      contextlib.closing(Recorder(workdir, int(state.step), tensorboard))
+      contextlib.closing(Recorder(workdir, ends, tensorboard))
     )
+    if step < experiment.train.steps:
+      if step > 0:
+        environment.warn_of_changes(workdir)
+      environment.add_start(workdir, step=step)
     return _loop(experiment, key, state, recorder, checkpoints, request)
 
 
@@ -127,6 +108,9 @@ def _loop(
       num_steps = min(config.steps_per_dispatch, config.steps - step)
       state, history = advance(num_steps, key, state)
       evaluation = evaluate(key, state.params)
+      # A number of a computation that failed hangs when it is read; waiting for
+      # it raises the error.
+      history, evaluation = jax.block_until_ready((history, evaluation))
       step += num_steps
       metrics = {name: float(jnp.mean(x)) for name, x in history.items()}
       metrics |= {name: float(x) for name, x in evaluation.items()}

@@ -96,12 +96,13 @@ class TrainConfig:
 
   def __post_init__(self) -> None:
     checks.plain_fields(self)
-    for name in ('batch_size', 'eval_batches', 'checkpoint_every'):
+    for name in ('batch_size', 'checkpoint_every'):
       checks.positive(name, getattr(self, name))
     checks.whole('seed', self.seed, 0, 2**32 - 1)
     checks.whole('steps', self.steps, 1, 2**31 - 1)
-    # A stop on Ctrl-C waits for the end of a dispatch.
-    checks.whole('steps_per_dispatch', self.steps_per_dispatch, 1, 10_000)
+    # A stop on Ctrl-C waits for the end of a dispatch and its evaluation.
+    for name in ('steps_per_dispatch', 'eval_batches'):
+      checks.whole(name, getattr(self, name), 1, 10_000)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +129,12 @@ class TrainState:
   step: jax.Array  # () int32, steps taken
   params: Any
   opt_state: Any
+
+
+def dispatch_ends(config: TrainConfig, step: int) -> list[int]:
+  """The steps at which dispatches end, up to one of them."""
+  size = config.steps_per_dispatch
+  return [min(end, step) for end in range(size, step + size, size)]
 
 
 def make_schedule(experiment: Experiment) -> optax.Schedule:

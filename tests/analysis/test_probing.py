@@ -126,6 +126,37 @@ SCORES = {
 }
 
 
+class DebugNansTest(parameterized.TestCase):
+  """jax_debug_nans finds nothing: no logarithm of 0, NaN where it is meant."""
+
+  def setUp(self):
+    super().setUp()
+    self.enter_context(jax.debug_nans(True))
+
+  def test_scores(self):
+    """On maps with zeros; the gradient of the entropy too."""
+    maps = draw_maps()
+    for score in (probing.entropy, probing.js_divergence):
+      self.assertTrue(np.all(np.isfinite(score(maps))))
+    slope = jax.grad(lambda x: jnp.sum(probing.entropy(x)))(jnp.asarray(maps))
+    self.assertTrue(np.all(np.isfinite(slope)))
+
+  def test_no_query_counts(self):
+    """NaN is the answer."""
+    maps, none = draw_maps(), np.zeros((B, T), bool)
+    self.assertTrue(np.all(np.isnan(probing.entropy(maps, none))))
+    self.assertTrue(np.all(np.isnan(probing.js_divergence(maps, none))))
+    self.assertTrue(np.all(np.isnan(probing.attention_to(maps, none))))
+
+  def test_table(self):
+    """Without separators that score is None."""
+    params = DecoderLM(CONFIG).init(jax.random.key(0), TOKENS)['params']
+    rows = probing.head_scores(CONFIG, params, TOKENS)
+    self.assertLen(rows, 2 * H)
+    self.assertEqual({row['separators'] for row in rows}, {None})
+    self.assertTrue(all(row['entropy'] >= 0 for row in rows))
+
+
 class ScoresTest(parameterized.TestCase):
   @parameterized.product(name=tuple(SCORES), masked=(False, True))
   def test_loop(self, name, masked):

@@ -60,6 +60,22 @@ class BenchmarkTest(parameterized.TestCase):
     self.assertEqual(again.code, 0, again)
     self.assertEqual(self.rows(), first)
 
+  @parameterized.parameters(
+    ({'key': 3}, False),
+    ({'setting': None}, False),
+    ({'rows': []}, False),
+    ({'rows': {}}, False),
+    ({'rows': [None]}, False),
+    ({'rows': [{'contender': 'x', 'seconds': 0.5}]}, False),
+    ({}, True),
+  )
+  def test_wrong_values(self, changes, whole):
+    """Such a case is measured again."""
+    numbers = dict.fromkeys(benchmark.NUMBERS, 0.5)
+    row = {'key': 'a', 'suite': 's', 'task': 't', 'setting': {'t': 3}}
+    row['rows'] = [numbers | {'contender': 'x', 'peak_bytes': None}]
+    self.assertEqual(benchmark._is_whole(row | changes), whole)
+
   def test_decoders_are_the_same(self):
     """The peers' decoders have the parameters of ours, with and without MLP."""
     tokens = jnp.zeros((1, 7), jnp.int32)

@@ -1,11 +1,18 @@
 """The command line of all experiments. This module starts processes."""
 
 import contextlib
+import errno
+import importlib
 import json
+import os
 import pathlib
 import signal
 import tempfile
+import types
+import warnings
+from unittest import mock
 
+import jax
 import scripts
 from absl.testing import parameterized
 
@@ -17,6 +24,7 @@ from experiments import (
   sweep_heads,
   train,
 )
+from mha_jax.training.record import RecordError, RecordWarning
 
 SCRIPTS = {'train': train, 'sweep_heads': sweep_heads}
 OWN_FLAGS = {
@@ -230,6 +238,130 @@ class ProcessesTest(parameterized.TestCase):
     self.assertEqual((result.code, result.out), (2, ''))
     self.assertEqual(result.err.count('\n'), 1)
     self.assertIn('num_heads=3', result.err)
+
+
+class EndsTest(parameterized.TestCase):
+  """How an experiment's main may end."""
+
+  def call(self, main, parse=lambda: None) -> scripts.Result:
+    script = types.ModuleType('script', 'Does what it is told.')
+    script.parse, script.main = parse, main
+    return scripts.call(script, scripts.TINY)
+
+  def raising(self, error: BaseException) -> scripts.Result:
+    return self.call(mock.Mock(side_effect=error))
+
+  @parameterized.parameters(
+    (RecordError('two\nlines'), 'error: two lines\n'),
+    (OSError(2, 'no such file', '/x'), "error: [Errno 2] no such file: '/x'\n"),
+    (
+      jax.errors.JaxRuntimeError('INTERNAL: odd'),
+      'error: INTERNAL: odd\n',
+    ),
+  )
+  def test_refused(self, error, line):
+    """One line and code 2."""
+    self.assertEqual(self.raising(error), (2, '', line))
+
+  @parameterized.parameters(
+    jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: wants 9 bytes.\nAnd more'),
+    jax.errors.JaxRuntimeError('INTERNAL: Out of memory allocating 9 bytes.'),
+    MemoryError('Unable to allocate 9 bytes'),
+  )
+  def test_out_of_memory(self, error):
+    """The largest sizes of the config are named."""
+    result = self.raising(error)
+    self.assertEqual(result.code, 2)
+    self.assertRegex(
+      result.err,
+      r'^error: out of memory \(.* 9 bytes\); the largest sizes are '
+      '--config.train.checkpoint_every=20, --config.model.d_model=16, '
+      '--config.train.batch_size=8: choose less\n$',
+    )
+
+  def test_no_room(self):
+    """Where the system does not tell the file, the folder is told."""
+    result = self.call(
+      mock.Mock(side_effect=OSError(errno.ENOSPC, 'No space left')),
+      lambda: types.SimpleNamespace(workdir='/the/run'),
+    )
+    self.assertEqual(result.code, 2)
+    self.assertEndsWith(result.err, 'No space left; make room for /the/run\n')
+
+  def test_interrupted(self):
+    """Code 130; JAX is not waited for."""
+    with mock.patch.object(command_line, '_leave_at_exit') as leave:
+      result = self.raising(KeyboardInterrupt())
+    self.assertEqual(result, (130, '', 'SIGINT: stopped\n'))
+    leave.assert_called_once_with(130)
+
+  def test_failed(self):
+    result = self.raising(FloatingPointError('not finite'))
+    self.assertEqual(result, (1, '', 'failed: not finite\n'))
+
+  def test_warnings(self):
+    """One line each, without a place in the code."""
+
+    def main(_):
+      warnings.warn('something\nis amiss', RecordWarning, stacklevel=1)
+      return 0
+
+    with warnings.catch_warnings():
+      warnings.simplefilter('always')
+      result = self.call(main)
+    self.assertEqual(result, (0, '', 'warning: something is amiss\n'))
+
+  @parameterized.parameters(
+    (AssertionError(), 'no such device here'),
+    (RuntimeError("no backend 'x'. (set JAX_PLATFORMS='')"), "no backend 'x'"),
+  )
+  def test_platforms(self, error, reason):
+    """What JAX raises, in one line, before anything is done."""
+    with (
+      mock.patch.dict(os.environ, {'JAX_PLATFORMS': 'x'}),
+      mock.patch.object(jax, 'devices', side_effect=error),
+    ):
+      result = self.raising(AssertionError('main was called'))
+    self.assertEqual(
+      result,
+      (
+        2,
+        '',
+        f'error: JAX_PLATFORMS=x: {reason}; unset it to take what there is\n',
+      ),
+    )
+
+
+class OtherConfigsTest(parameterized.TestCase):
+  @parameterized.parameters(
+    'train',
+    'sweep_heads',
+    'mla_rank',
+    'probe_heads',
+    'prune_heads',
+    'kv_cache',
+    'configure_heads',
+    'check_costs',
+    'benchmark',
+  )
+  def test_every_config(self, name):
+    """Each script takes a config file, or says in one line why not."""
+    module = importlib.import_module(f'experiments.{name}')
+    script = types.ModuleType(name, module.__doc__)
+    script.parse, script.main = module.parse, lambda chosen: 0
+    taken = set()
+    for path in sorted((scripts.ROOT / 'configs').glob('[!_]*.py')):
+      if path.stem == 'base':
+        continue
+      variant = ':copy' if path.stem == 'mla_rank' else ''
+      result = scripts.call(script, f'--config={path}{variant}')
+      self.assertIn(result.code, (0, 2), result)
+      self.assertEqual(result.err.count('\n'), result.code // 2, result.err)
+      if result.code == 0:
+        taken.add(path.stem)
+    own = {name} & {'kv_cache', 'configure_heads', 'check_costs', 'benchmark'}
+    trains = {'copy_task', 'recall', 'mla_rank'}
+    self.assertEqual(taken - {'text'}, own or trains)
 
 
 class LoadConfigTest(parameterized.TestCase):

@@ -14,6 +14,7 @@ from absl.testing import parameterized
 
 from experiments import probe_heads, prune_heads, train, trained
 from mha_jax.analysis import probing, pruning
+from mha_jax.training.record import RecordWarning
 
 INDUCTION = '--config=configs/recall.py:induction,tiny'
 
@@ -134,6 +135,39 @@ class ProbeTest(RunTestCase):
     )
     self.assertEqual(result.code, 2, result)
     self.assertIn('holds no checkpoint', result.err)
+
+  def test_edited_heads(self):
+    """Shapes differ, and are named; the sound checkpoint is none to remove."""
+    folder = self.workdir.parent / 'edited'
+    shutil.copytree(self.run_folder, folder)
+    path = folder / 'config.json'
+    text = path.read_text().replace('"num_heads": 4', '"num_heads": 2')
+    path.write_text(text)
+    before = scripts.contents(folder)
+    result = scripts.call(
+      probe_heads, f'--run={folder}', f'--workdir={self.workdir}'
+    )
+    self.assertEqual(result.code, 2, result)
+    self.assertEqual(result.err.count('\n'), 1)
+    self.assertIn('40 is sound, but config.json tells of another', result.err)
+    self.assertIn(
+      'params/block_0/attention/query/kernel float32 (16, 4, 4), not float32 '
+      '(16, 2, 8)',
+      ' '.join(result.err.split()),
+    )
+    self.assertNotIn('remove', result.err)
+    self.assertEqual(scripts.contents(folder), before)
+
+  def test_a_damaged_checkpoint(self):
+    """The one before serves, and nothing in the run's folder changes."""
+    folder = self.workdir.parent / 'damaged'
+    shutil.copytree(self.run_folder, folder)
+    (folder / 'checkpoints' / '40' / 'default' / '_METADATA').write_text('')
+    before = scripts.contents(folder)
+    with self.assertWarnsRegex(RecordWarning, '40 is damaged.* from step 20'):
+      model = trained.load(folder)
+    self.assertEqual(model.step, 20)
+    self.assertEqual(scripts.contents(folder), before)
 
   def test_another_run_s_record(self):
     """A field that the library does not know is named."""

@@ -1,14 +1,18 @@
 """Points: equal parameters, seeds, keys. The rest is tested by the sweep."""
 
 import dataclasses
+import json
 import pathlib
 import tempfile
+from unittest import mock
 
+import jax
 from absl.testing import parameterized
 
 from configs import copy_task, text
 from experiments import points, settings
 from experiments.settings import experiment_from
+from mha_jax.training import record
 
 
 def experiment(**model):
@@ -82,7 +86,98 @@ class PointTest(parameterized.TestCase):
       points.Point(experiment(), (0,), 'a', {}).key, other.key
     )
 
+  @parameterized.parameters(
+    lambda: jax.enable_x64(True),
+    lambda: jax.default_prng_impl('rbg'),
+    lambda: jax.threefry_partitionable(False),
+    lambda: jax.default_matmul_precision('highest'),
+  )
+  def test_options(self, changed):
+    """A row is not that of a point under other options of JAX's."""
+    point = points.Point(experiment(), (3, 4), 'a', {})
+    before = point.key
+    with changed():
+      self.assertNotEqual(point.key, before)
+    self.assertEqual(point.key, before)
+
+  def test_memory(self):
+    """All seeds train at once."""
+    large = experiment(d_model=4096)
+    points.Point(large, (0,), 'a', {})
+    with self.assertRaisesRegex(
+      ValueError, r'--config: .* of 1000 seeds keeps'
+    ):
+      points.Point(large, tuple(range(1000)), 'a', {})
+
   def test_seeds(self):
     self.assertEqual(settings.seeds_from('--seeds', 3, 2), (3, 4))
     with self.assertRaisesRegex(ValueError, '--seeds=2 .*4294967295'):
       settings.seeds_from('--seeds', 2**32 - 1, 2)
+
+
+class RowsTest(parameterized.TestCase):
+  """What of results.jsonl is taken, and what is trained again."""
+
+  def setUp(self):
+    super().setUp()
+    folder = self.enter_context(tempfile.TemporaryDirectory())
+    self.workdir = pathlib.Path(folder)
+    self.point = points.Point(experiment(), (3, 4), 'a', {'n_heads': 4})
+    curve = [[0.5] * self.point.experiment.train.steps] * 2
+    self.numbers = {
+      'params': 7,
+      'steps_per_s': 2.5,
+      'final_loss': [0.1, float('nan')],
+      'final_accuracy': [1, 0.9],
+      'loss': curve,
+      'accuracy': curve,
+    }
+
+  def train(self, *trained: points.Row) -> list[points.Row]:
+    """Trains the point, each time with the next of these numbers."""
+    with mock.patch.object(points, 'train_seeds', side_effect=trained):
+      rows, stopped_by = points.train_points([self.point], self.workdir)
+    self.assertIsNone(stopped_by)
+    return rows
+
+  def test_taken(self):
+    """Options and config stand beside the numbers; env.json has one start."""
+    (row,) = self.train(self.numbers)
+    self.assertFalse(row['options']['jax_enable_x64'])
+    self.assertEqual(row['config']['model']['d_model'], 16)
+    self.assertEqual(str(self.train()), str([row]))
+    starts = json.loads((self.workdir / 'env.json').read_text())
+    self.assertLen(starts, 1)
+
+  @parameterized.parameters(
+    {'params': None},
+    {'params': 7.5},
+    {'steps_per_s': 'fast'},
+    {'final_loss': []},
+    {'final_loss': [0.1]},
+    {'final_loss': [0.1, None]},
+    {'final_accuracy': [[1, 0.9]]},
+    {'loss': [[0.5], [0.5, 0.5]]},
+    {'accuracy': 3},
+    {'seeds': [3, 5]},
+    {'seeds': None},
+  )
+  def test_wrong_values(self, **changes):
+    """Such a row is trained again."""
+    (row,) = self.train(self.numbers)
+    path = self.workdir / 'results.jsonl'
+    path.write_text(json.dumps(row | changes) + '\n')
+    self.assertEqual(str(self.train(self.numbers)), str([row]))
+    self.assertEqual(path.read_text(), json.dumps(row) + '\n')
+
+  def test_another_version(self):
+    """Its rows are taken, with a warning."""
+    self.train(self.numbers)
+    path = self.workdir / 'env.json'
+    starts = json.loads(path.read_text())
+    starts[0]['packages']['jax'] = '0.0.1'
+    path.write_text(json.dumps(starts))
+    with self.assertWarnsRegex(
+      record.RecordWarning, r'packages.jax: 0.0.1 -> '
+    ):
+      self.train()

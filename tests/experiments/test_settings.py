@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import json
 import pathlib
 import sys
 import tempfile
@@ -86,6 +87,42 @@ class ExperimentTest(parameterized.TestCase):
     (folder / 'config.json').write_text('{')
     with self.assertRaisesRegex(ValueError, 'config.json is no JSON'):
       settings.recorded_experiment(folder)
+
+  @parameterized.parameters(
+    ('', 'config.json is no JSON'),
+    ('[]', 'config.json is no config'),
+    ('{}', r"config.json: .* gives no \['task', 'model'"),
+    ({'model': None}, r"config.json: .* gives no \['model'"),
+    ({'task.kind': []}, r'config.json: --config.task.kind=\[\] must be in'),
+    ({'task.length': None}, 'config.json: --config.task: length=None'),
+    ({'model.d_model': []}, r'config.json: --config.model: d_model=\[\] must'),
+    ({'model.vocab_size': 99}, 'config.json: model.vocab_size=99 is not'),
+    ({'model.max_len': None}, 'config.json: model.max_len=None is not'),
+    ({'train.steps': '9'}, "config.json: --config.train: steps='9' must"),
+  )
+  def test_wrong_values(self, changes, message):
+    """JSON that is no experiment: file, field, value."""
+    folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
+    text = changes
+    if isinstance(changes, dict):
+      config = record.as_json(settings.experiment_from(copy_task.get_config()))
+      for name, value in changes.items():
+        *sections, field = name.split('.')
+        part = config[sections[0]] if sections else config
+        part[field] = value
+      text = json.dumps(config)
+    (folder / 'config.json').write_text(text)
+    with self.assertRaisesRegex(ValueError, message):
+      settings.recorded_experiment(folder)
+
+  def test_a_length_past_integers(self):
+    """Is the task's, though the model would say so."""
+    config = copy_task.get_config()
+    config.task.length = 2_000_000_000
+    with self.assertRaisesRegex(
+      ValueError, '--config.task: max_len=4000000000 '
+    ):
+      settings.experiment_from(config)
 
   def test_a_field_that_the_library_lacks(self):
     """A config file's own mistake is named too."""
@@ -227,3 +264,15 @@ class TextTest(parameterized.TestCase):
     config.task.path = ''
     with self.assertRaisesRegex(ValueError, "--config.task: path='' is empty"):
       experiment_from(config)
+
+
+class LocaleTest(parameterized.TestCase):
+  def test_another_alphabet(self):
+    """A name that the locale could not read, as Python then holds it."""
+    folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
+    for name in ('größe', '文'):
+      settings.check_name('--workdir', pathlib.Path(name))
+      garbled = name.encode().decode('ascii', 'surrogateescape')
+      with self.assertRaisesRegex(ValueError, '--workdir=.*PYTHONUTF8=1'):
+        settings.check_name('--workdir', folder / garbled)
+    self.assertEqual([*folder.iterdir()], [])

@@ -418,7 +418,8 @@ class StudyTest(FolderTestCase):
       trained.append(point.experiment)
       count = points.num_params(point.experiment)
       numbers = {'final_loss': [0.1, 0.2], 'final_accuracy': [1.0, 0.9]}
-      numbers |= {name: [[2.0, 1.0]] * 2 for name in ('loss', 'accuracy')}
+      curves = [[2.0] * point.experiment.train.steps] * 2
+      numbers |= dict.fromkeys(('loss', 'accuracy'), curves)
       return numbers | {'params': count, 'steps_per_s': 1.0}
 
     with training(stub):

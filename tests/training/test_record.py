@@ -2,12 +2,9 @@
 
 import json
 import pathlib
-import struct
-import sys
 import tempfile
 from unittest import mock
 
-import jax
 from absl.testing import parameterized
 
 from mha_jax.decoder import DecoderConfig
@@ -21,20 +18,12 @@ class RecordTestCase(parameterized.TestCase):
     super().setUp()
     folder = self.enter_context(tempfile.TemporaryDirectory())
     self.workdir = pathlib.Path(folder) / 'runs' / 'x'
-    self.metrics = self.workdir / 'metrics.jsonl'
-
-  def record(self, step: int = 0, **options) -> record.Recorder:
-    if not self.metrics.exists():
-      record.claim(self.workdir, CONFIG)
-    recorder = record.Recorder(self.workdir, step, **options)
-    self.addCleanup(recorder.close)
-    return recorder
 
 
 class FilesTest(RecordTestCase):
   def test_config(self):
     """config.json holds the config, a dataclass as nested dicts."""
-    self.record()
+    record.claim(self.workdir, CONFIG)
     self.assertEqual(
       json.loads((self.workdir / 'config.json').read_text()), CONFIG
     )
@@ -44,82 +33,9 @@ class FilesTest(RecordTestCase):
     self.assertEqual(decoder['max_len'], 5)
     self.assertIsNone(decoder['head_dim'])
 
-  def test_environment(self):
-    """env.json says what is needed to run it again."""
-    with mock.patch.object(sys, 'orig_argv', ['/a/b/python', '-m', 'x', '--y']):
-      self.record()
-    env = json.loads((self.workdir / 'env.json').read_text())
-    self.assertEqual(env['command'], ['python', '-m', 'x', '--y'])
-    self.assertEqual(env['packages']['jax'], jax.__version__)
-    self.assertContainsSubset(
-      {'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy'}, env['packages']
-    )
-    self.assertLen(env['devices'], jax.device_count())
-    self.assertEqual(
-      tuple(map(int, env['python'].split('.')[:2])), sys.version_info[:2]
-    )
-    self.assertGreaterEqual(env['cpus'], 1)
-    commit = env['git_commit']
-    self.assertTrue(commit is None or len(commit) == 40)
-
-  def test_without_git(self):
-    """Where git is absent the commit is null."""
-    with mock.patch.object(record.subprocess, 'run', side_effect=OSError):
-      self.assertIsNone(record.environment()['git_commit'])
-
-  def test_metrics(self):
-    """One JSON line a write, on disk at once, with no times."""
-    recorder = self.record()
-    self.assertEqual(recorder.last, {})
-    recorder.write(10, {'loss': jax.numpy.float32(0.1), 'accuracy': 1})
-    text = self.metrics.read_text()
-    self.assertEqual(
-      text, '{"step": 10, "loss": 0.10000000149011612, "accuracy": 1.0}\n'
-    )
-    self.assertEqual(recorder.last, json.loads(text))
-    recorder.write(20, {'loss': float('nan')})
-    rows = record.read_jsonl(self.metrics)
-    self.assertLen(rows, 2)
-    self.assertNotEqual(rows[1]['loss'], rows[1]['loss'])
-
-
-class ResumeTest(RecordTestCase):
-  def lines(self, *steps: int) -> str:
-    return ''.join(f'{{"step": {i}, "loss": {i / 8}}}\n' for i in steps)
-
-  def resume(self, text: str, step: int) -> record.Recorder:
-    self.workdir.mkdir(parents=True)
-    self.metrics.write_text(text)
-    return self.record(step)
-
-  @parameterized.parameters(
-    (0, ()), (15, (10,)), (20, (10, 20)), (30, (10, 20, 30)), (99, (10, 20, 30))
-  )
-  def test_lines_beyond_the_checkpoint_are_cut(self, step, kept):
-    """What stays is byte for byte what was there, and writing goes on."""
-    recorder = self.resume(self.lines(10, 20, 30), step)
-    self.assertEqual(self.metrics.read_text(), self.lines(*kept))
-    self.assertEqual(recorder.last.get('step'), kept[-1] if kept else None)
-    recorder.write(100, {'loss': 12.5})
-    self.assertEqual(self.metrics.read_text(), self.lines(*kept, 100))
-
-  @parameterized.parameters(
-    '{"step": 30, "lo', '{', '{"step": 30, "loss": 3.75}'
-  )
-  def test_a_torn_last_line_is_dropped(self, torn):
-    """Also one that lacks its newline only."""
-    self.resume(self.lines(10, 20) + torn, 99)
-    self.assertEqual(self.metrics.read_text(), self.lines(10, 20))
-
-  @parameterized.parameters('', '{"step": 1')
-  def test_nothing_but_a_torn_line(self, text):
-    """An empty file is a beginning."""
-    self.resume(text, 0)
-    self.assertEqual(self.metrics.read_text(), '')
-
   def test_another_config_is_refused(self):
     """The error names folder, fields and both values; nothing changes."""
-    self.record().write(10, {'loss': 1.0})
+    record.claim(self.workdir, CONFIG)
     before = {p: p.read_bytes() for p in self.workdir.iterdir()}
     other = {'model': {'d_model': 16, 'head_dim': 4}, 'rate': 0.003, 'new': 1}
     with self.assertRaisesRegex(
@@ -148,60 +64,21 @@ class ResumeTest(RecordTestCase):
     self.assertEqual(path.read_text(), 'newer\n')
     self.assertLen(list(self.workdir.iterdir()), 1)
 
-
-class TensorBoardTest(RecordTestCase):
-  def events(self):
-    """All events, file by file, read from the TFRecord framing."""
-    from tensorboardX.proto import event_pb2
-
-    found = []
-    for path in sorted((self.workdir / 'tensorboard').iterdir()):
-      data, at = path.read_bytes(), 0
-      while at < len(data):
-        (size,) = struct.unpack_from('<Q', data, at)
-        event = event_pb2.Event.FromString(data[at + 12 : at + 12 + size])
-        found.append(event)
-        at += size + 16
-    return found
-
-  def test_events(self):
-    """Every metric of every write is a scalar at its step."""
-    recorder = self.record(tensorboard=True)
-    recorder.write(10, {'loss': 0.5, 'accuracy': 0.25})
-    recorder.write(20, {'loss': 0.125, 'accuracy': 1})
-    recorder.close()
-    scalars = [
-      (event.step, value.tag, value.simple_value)
-      for event in self.events()
-      for value in event.summary.value
-    ]
-    wanted = [
-      (10, 'loss', 0.5),
-      (10, 'accuracy', 0.25),
-      (20, 'loss', 0.125),
-      (20, 'accuracy', 1.0),
-    ]
-    self.assertEqual(scalars, wanted)
-
-  def test_resuming_purges_later_events(self):
-    """TensorBoard is told to forget what lies beyond the checkpoint."""
-    self.record(20, tensorboard=True).close()
-    starts = [e.step for e in self.events() if e.session_log.status == 1]
-    self.assertEqual(starts, [21])
-
-  def test_not_asked_for(self):
-    """No writer is imported and no folder made."""
-    with mock.patch.dict(sys.modules, {'tensorboardX': None}):
-      self.record().write(10, {'loss': 1.0})
-    self.assertFalse((self.workdir / 'tensorboard').exists())
-
-  def test_missing_writer(self):
-    """The error says how to install it."""
+  def test_no_room(self):
+    """Names the file; what was there stays, and nothing is left beside it."""
+    self.workdir.mkdir(parents=True)
+    path = self.workdir / 'results.csv'
+    record.write_text(path, 'old\n')
+    full = OSError(28, 'No space left on device')
     with (
-      mock.patch.dict(sys.modules, {'tensorboardX': None}),
-      self.assertRaisesRegex(ImportError, r"pip install -e '.\[tensorboard"),
+      mock.patch.object(pathlib.Path, 'replace', side_effect=full),
+      self.assertRaisesRegex(
+        record.RecordError, r'results.csv cannot be written \(No space left'
+      ),
     ):
-      record.Recorder(self.workdir, CONFIG, tensorboard=True)
+      record.write_text(path, 'new\n')
+    self.assertEqual(path.read_text(), 'old\n')
+    self.assertLen(list(self.workdir.iterdir()), 1)
 
 
 class FolderTest(RecordTestCase):
@@ -209,11 +86,12 @@ class FolderTest(RecordTestCase):
   def test_a_line_that_is_no_record(self, line):
     """Is named with file and number, and stays."""
     self.workdir.mkdir(parents=True)
+    path = self.workdir / 'results.jsonl'
     text = f'{{"step": 1}}\n{line}\n{{"step": 3}}\n'
-    self.metrics.write_text(text, encoding='latin-1')
-    with self.assertRaisesRegex(record.RecordError, r'metrics.jsonl:2 is no'):
-      record.read_jsonl(self.metrics, 'step')
-    self.assertEqual(self.metrics.read_text(encoding='latin-1'), text)
+    path.write_text(text, encoding='latin-1')
+    with self.assertRaisesRegex(record.RecordError, r'results.jsonl:2 is no'):
+      record.read_jsonl(path, 'step')
+    self.assertEqual(path.read_text(encoding='latin-1'), text)
 
   @parameterized.parameters('checkpoints', 'metrics.jsonl')
   def test_a_run_without_its_config(self, name):
@@ -222,11 +100,14 @@ class FolderTest(RecordTestCase):
     with self.assertRaisesRegex(record.RecordError, f'{name}.*no config.json'):
       record.claim(self.workdir, CONFIG)
 
-  def test_a_broken_config(self):
+  @parameterized.parameters(
+    ('{"model"', 'is no JSON'), ('[]', 'holds no config'), ('3', 'no config')
+  )
+  def test_a_broken_config(self, text, message):
     """Names the file."""
     self.workdir.mkdir(parents=True)
-    (self.workdir / 'config.json').write_text('{"model"')
-    with self.assertRaisesRegex(record.RecordError, r'config.json is no JSON'):
+    (self.workdir / 'config.json').write_text(text)
+    with self.assertRaisesRegex(record.RecordError, f'config.json .*{message}'):
       record.claim(self.workdir, CONFIG)
 
   def test_one_process_at_a_time(self):

@@ -5,9 +5,11 @@ Ctrl-C, and the last process ends the run. Beside it one process is never
 stopped. What they leave must be the same.
 """
 
+import dataclasses
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -24,7 +26,7 @@ from experiments.settings import experiment_from
 from mha_jax.training import run as run_lib
 from mha_jax.training import train
 from mha_jax.training.checkpoints import Checkpoints
-from mha_jax.training.record import read_jsonl
+from mha_jax.training.record import RecordError, RecordWarning, read_jsonl
 
 STEPS, DISPATCH = 600, 10
 # 130 is rounded up to the end of a dispatch; dropout draws by step as well.
@@ -182,13 +184,23 @@ class ProcessesTest(parameterized.TestCase):
     self.assertTrue(all(jax.tree.leaves(moved)))
 
   def test_config_and_environment(self):
-    """config.json holds the overrides, env.json the command."""
+    """config.json holds the overrides, env.json every start."""
     config = json.loads((self.broken / 'config.json').read_text())
     self.assertEqual(config['train']['steps'], STEPS)
     self.assertEqual(config['model']['dropout_rate'], 0.1)
-    env = json.loads((self.broken / 'env.json').read_text())
+    starts = json.loads((self.broken / 'env.json').read_text())
+    for env in starts:
+      self.assertEqual(
+        env['command'][1:4], ['-m', 'experiments.train', scripts.TINY]
+      )
+    # The process that was killed had written lines past its checkpoint.
+    steps = [env['step'] for env in starts]
+    self.assertLen(steps, 4)
+    self.assertEqual(steps[0], 0)
+    self.assertIn(steps[1], (0, 130, 260, 390, 520))
     self.assertEqual(
-      env['command'][1:4], ['-m', 'experiments.train', scripts.TINY]
+      steps[2:],
+      [self.stages[x]['step'] for x in (signal.SIGTERM, signal.SIGINT)],
     )
 
 
@@ -230,6 +242,78 @@ class FolderTest(parameterized.TestCase):
       run_lib.run(other, self.workdir)
     self.assertEqual(scripts.contents(self.workdir), before)
 
+  def copy(self, name: str) -> pathlib.Path:
+    """A copy of the finished run."""
+    workdir = self.workdir.parent / name
+    shutil.copytree(self.workdir, workdir)
+    return workdir
+
+  def test_a_damaged_checkpoint(self):
+    """The run goes on from the one before; it ends with the same bytes."""
+    experiment = make_experiment({'train.checkpoint_every': 10})
+    whole, broken = (self.workdir.parent / x for x in ('whole', 'damaged'))
+    run_lib.run(experiment, whole)
+    shutil.copytree(whole, broken)
+    self.assertEqual(checkpoints_in(broken), [30, 40])
+    (broken / 'checkpoints' / '40' / 'default' / '_METADATA').write_text('')
+    with self.assertWarnsRegex(RecordWarning, '40 is damaged.* from step 30'):
+      outcome = run_lib.run(experiment, broken)
+    self.assertEqual(outcome.step, 40)
+    self.assertEqual(
+      (broken / 'metrics.jsonl').read_bytes(),
+      (whole / 'metrics.jsonl').read_bytes(),
+    )
+    oracles.assert_same_bits(
+      restore(broken, experiment), restore(whole, experiment)
+    )
+    starts = json.loads((broken / 'env.json').read_text())
+    self.assertEqual([x['step'] for x in starts], [0, 30])
+
+  def test_lost_metrics(self):
+    """Are refused, also where nothing is left to train."""
+    workdir = self.copy('lost')
+    (workdir / 'metrics.jsonl').unlink()
+    before = scripts.contents(workdir)
+    with self.assertRaisesRegex(RecordError, 'no line of step 10, 12; give'):
+      run_lib.run(self.experiment, workdir)
+    self.assertEqual(scripts.contents(workdir), before)
+
+  def test_other_options(self):
+    """JAX's options are those of the start."""
+    before = scripts.contents(self.workdir)
+    with (
+      jax.enable_x64(True),
+      self.assertRaisesRegex(RecordError, 'jax_enable_x64: False -> True'),
+    ):
+      run_lib.run(self.experiment, self.workdir)
+    self.assertEqual(scripts.contents(self.workdir), before)
+
+  def test_more_memory_than_there_is(self):
+    """Is refused before the folder is made."""
+    workdir = self.workdir.parent / 'large'
+    large = make_experiment({'model.d_model': 2**24})
+    with self.assertRaisesRegex(ValueError, 'model.d_model=16777216'):
+      run_lib.run(large, workdir)
+    self.assertFalse(workdir.exists())
+
+  def test_a_computation_that_fails(self):
+    """Raises; to read its results would wait for ever."""
+    signal.alarm(120)  # ends the process
+    self.addCleanup(signal.alarm, 0)
+    init = train.init
+
+    def large(experiment, key):
+      state = init(experiment, key)
+      # 64 TiB, which no machine gives.
+      noise = jax.random.normal(key, (2**22, 2**22))
+      return dataclasses.replace(state, params=state.params | {'x': noise})
+
+    with (
+      mock.patch.object(train, 'init', large),
+      self.assertRaisesRegex(jax.errors.JaxRuntimeError, '(?i)out of memory'),
+    ):
+      run_lib.run(self.experiment, self.workdir.parent / 'failed')
+
   def test_a_loss_that_is_not_finite(self):
     """Ends the run; neither record nor checkpoint takes it in."""
     workdir = self.workdir.parent / 'diverged'
@@ -250,27 +334,14 @@ class FolderTest(parameterized.TestCase):
   def test_a_signal_before_the_first_step(self):
     """It ends the run at step 0, saved there, with no metrics."""
     workdir = self.workdir.parent / 'early'
-    init = train.init
+    checkpoints = run_lib.Checkpoints
 
     def stopped(*args):
       os.kill(os.getpid(), signal.SIGTERM)
-      return init(*args)
+      return checkpoints(*args)
 
-    with mock.patch.object(train, 'init', stopped):
+    with mock.patch.object(run_lib, 'Checkpoints', stopped):
       outcome = run_lib.run(self.experiment, workdir)
     self.assertEqual((outcome.step, outcome.stopped_by), (0, signal.SIGTERM))
     self.assertEmpty(read_jsonl(workdir / 'metrics.jsonl'))
     self.assertEqual(checkpoints_in(workdir), [0])
-
-
-class StopTest(parameterized.TestCase):
-  @parameterized.parameters(signal.SIGINT, signal.SIGTERM)
-  def test_the_first_is_remembered_the_second_acts(self, number):
-    """Handlers hold within the block only."""
-    before = signal.getsignal(number)
-    with run_lib.stop_on_signal() as request:
-      self.assertIsNone(request.signal)
-      os.kill(os.getpid(), number)
-      self.assertEqual(request.signal, number)
-      self.assertEqual(signal.getsignal(number), signal.SIG_DFL)
-    self.assertEqual(signal.getsignal(number), before)

@@ -359,7 +359,7 @@ class ConfigTest(parameterized.TestCase):
     (TrainConfig, 'steps', 0, r'integer and lie in \[1'),
     (TrainConfig, 'batch_size', -2, 'positive integer'),
     (TrainConfig, 'steps_per_dispatch', 10**6, r'lie in \[1, 10000\]'),
-    (TrainConfig, 'eval_batches', 0, 'positive integer'),
+    (TrainConfig, 'eval_batches', 0, r'integer and lie in \[1, 10000\]'),
     (TrainConfig, 'checkpoint_every', 0, 'positive integer'),
     (TrainConfig, 'seed', -1, 'integer and lie in'),
     (TrainConfig, 'seed', 2**32, 'integer and lie in'),
