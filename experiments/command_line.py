@@ -86,10 +86,10 @@ def _run(
     _parse_flags(arguments)
     if not wants_help:
       _check_platforms()
-    chosen = None if wants_help else parse()
+      chosen = parse()
   except USER_ERRORS as error:
     _refuse(error)
-  if chosen is None:
+  if wants_help:
     print(help_text.whole(source, config_module(source), own_flags()))
     return 0
   try:
@@ -138,12 +138,12 @@ def _out_of_memory(error: Exception) -> Exception | None:
 
 
 def _numbers(config: ConfigDict, prefix: str = '') -> dict[str, int]:
-  """The integer fields of a config, but for seeds and numbers of steps."""
+  """The integer fields of a config that are sizes of something."""
   found: dict[str, int] = {}
   for name, value in config.items():
     if isinstance(value, ConfigDict):
       found |= _numbers(value, f'{prefix}{name}.')
-    elif type(value) is int and 'seed' not in name and 'step' not in name:
+    elif type(value) is int and not re.search('seed|step|every', name):
       found[prefix + name] = value
   return found
 

@@ -27,6 +27,7 @@ from mha_jax.training.record import (
 )
 
 DIGESTS = 'digests.json'
+ITEM = 'default'  # orbax's folder of the state
 SETTLE = 0.5  # seconds
 
 Shapes = dict[str, tuple[tuple[int, ...], str]]
@@ -78,7 +79,7 @@ class Checkpoints:
     except Exception as error:  # orbax raises many kinds
       raise RecordError(
         f'checkpoint {folder} cannot be written ({_reason(error)}); what was '
-        'saved before is kept: make room, and the same command goes on'
+        'saved before is kept: mend that, and the same command goes on'
       ) from error
 
   def restore(self, like: Any) -> Any | None:
@@ -96,23 +97,23 @@ class Checkpoints:
     wanted = _shapes(like)
     self._damaged = {}
     for step in sorted(self._manager.all_steps(), reverse=True):
+      folder = self._folder / str(step)
+      sound = False
       try:
-        _check_digests(self._folder / str(step), step)
-        with _quiet():
-          found = _shapes(self._manager.item_metadata(step))
-          if not found:
-            raise ValueError('it holds no arrays')
-          if found == wanted:
-            args = ocp.args.StandardRestore(like)
-            state = self._manager.restore(step, args=args)
+        sound = _check_digests(folder, step)
+        found, state = self._read(step, like, wanted)
       except Exception as error:  # orbax raises many kinds
+        if sound or isinstance(error, PermissionError):
+          raise RecordError(
+            f'checkpoint {folder} cannot be read ({_reason(error)})'
+          ) from error
         self._damaged[step] = _reason(error)
         continue
       if found != wanted:
         raise RecordError(
-          f'checkpoint {self._folder / str(step)} is sound, but config.json '
-          f'tells of another model: {_differences(found, wanted)}; write there '
-          'what it was trained with'
+          f'checkpoint {folder} is sound, but config.json tells of another '
+          f'model: {_differences(found, wanted)}; write there what it was '
+          'trained with'
         )
       for damaged in self._damaged:
         warnings.warn(
@@ -130,6 +131,17 @@ class Checkpoints:
       'train from the start'
     )
 
+  def _read(self, step: int, like: Any, wanted: Shapes) -> tuple[Shapes, Any]:
+    """The shapes of a checkpoint, and its state where they are as wanted."""
+    with _quiet():
+      found = _shapes(self._manager.item_metadata(step))
+      if not found:
+        raise ValueError('it holds no state')
+      if found != wanted:
+        return found, None
+      args = ocp.args.StandardRestore(like)
+      return found, self._manager.restore(step, args=args)
+
   def _described(self, step: int) -> str:
     folder = self._folder / str(step)
     return f'checkpoint {folder} is damaged ({self._damaged[step]})'
@@ -139,15 +151,20 @@ class Checkpoints:
       self._manager.close()
 
 
-def _check_digests(folder: pathlib.Path, step: int) -> None:
-  """Raises a ValueError unless the files are those that were written.
+def _check_digests(folder: pathlib.Path, step: int) -> bool:
+  """Whether the files are known to be those that were written.
 
-  Without digests, as a process killed just before writing them leaves it, a
-  checkpoint is taken as orbax reads it.
+  Not where there are no digests, as a process leaves it that was killed just
+  before writing them.
+
+  Raises:
+    ValueError: they are not.
   """
+  if not (folder / ITEM).is_dir():
+    raise ValueError('it holds no state')
   path = folder / DIGESTS
   if not path.exists():
-    return
+    return False
   try:
     saved = json.loads(path.read_bytes())
     of_step, before = saved['step'], dict(saved['sha256'])
@@ -159,6 +176,7 @@ def _check_digests(folder: pathlib.Path, step: int) -> None:
   for name in sorted(before | now):
     if before.get(name) != now.get(name):
       raise ValueError(f'{name} is not what was written')
+  return True
 
 
 def _digests(folder: pathlib.Path) -> dict[str, str]:

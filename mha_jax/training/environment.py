@@ -42,7 +42,7 @@ MAY_DIFFER = (
   'xla_flags',
   'optimized',
 )
-"""What may change the last bits of the numbers, or does not."""
+"""What may change the numbers, most often in their last bits, or does not."""
 
 
 def environment() -> dict[str, Any]:
@@ -106,7 +106,7 @@ def warn_of_changes(workdir: pathlib.Path) -> None:
   if changed := _changed(workdir, MAY_DIFFER):
     warnings.warn(
       f'workdir={workdir} was started elsewhere ({"; ".join(changed)}); what '
-      'is added to it may have other last bits than it would have had',
+      'is added to it may differ from what it would have been',
       RecordWarning,
       stacklevel=2,
     )

@@ -184,7 +184,7 @@ def writing(path: pathlib.Path) -> Iterator[None]:
   except OSError as error:
     raise RecordError(
       f'{path} cannot be written ({error.strerror}); what was recorded before '
-      'is kept: make room, and the same command goes on'
+      'is kept: mend that, and the same command goes on'
     ) from error
 
 

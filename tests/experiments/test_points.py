@@ -136,18 +136,18 @@ class RowsTest(parameterized.TestCase):
   def train(self, *trained: points.Row) -> list[points.Row]:
     """Trains the point, each time with the next of these numbers."""
     with mock.patch.object(points, 'train_seeds', side_effect=trained):
-      rows, stopped_by = points.train_points([self.point], self.workdir)
+      rows, stopped_by = points.train_points([self.point], self.workdir, {})
     self.assertIsNone(stopped_by)
     return rows
 
   def test_taken(self):
-    """Options and config stand beside the numbers; env.json has one start."""
+    """Options and config stand beside the numbers; env.json has each start."""
     (row,) = self.train(self.numbers)
     self.assertFalse(row['options']['jax_enable_x64'])
     self.assertEqual(row['config']['model']['d_model'], 16)
     self.assertEqual(str(self.train()), str([row]))
     starts = json.loads((self.workdir / 'env.json').read_text())
-    self.assertLen(starts, 1)
+    self.assertLen(starts, 2)
 
   @parameterized.parameters(
     {'params': None},

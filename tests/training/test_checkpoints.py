@@ -5,6 +5,7 @@ import resource
 import shutil
 import tempfile
 import warnings
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -160,7 +161,9 @@ class DamageTest(CheckpointsTestCase):
 
   def test_an_empty_folder(self):
     (self.folder / '30').mkdir()
-    with self.assertWarnsRegex(RecordWarning, '30 is damaged'):
+    with self.assertWarnsRegex(
+      RecordWarning, '30 is damaged .it holds no state'
+    ):
       found = self.open().restore(state(0))
     oracles.assert_same_bits(found, state(2))
 
@@ -175,6 +178,24 @@ class DamageTest(CheckpointsTestCase):
     """It is complete, as orbax has it."""
     (self.folder / '20' / 'digests.json').unlink()
     oracles.assert_same_bits(self.open().restore(state(0)), state(2))
+
+  @parameterized.parameters(
+    (
+      'restore',
+      RuntimeError('RESOURCE_EXHAUSTED'),
+      'Error: RESOURCE_EXHAUSTED',
+    ),
+    ('item_metadata', OSError(5, 'I/O error'), 'OSError: .*I/O error'),
+  )
+  def test_what_is_sound_is_not_passed_over(self, name, error, reason):
+    """Where it could not be read this time, perhaps it can be next time."""
+    checkpoints = self.open()
+    with (
+      mock.patch.object(checkpoints._manager, name, side_effect=error),
+      self.assertRaisesRegex(RecordError, rf'20 cannot be read \(.*{reason}'),
+    ):
+      checkpoints.restore(state(0))
+    self.assertEqual(self.steps(), {'10', '20'})
 
   def test_other_shapes(self):
     """A sound checkpoint of another model is none to remove."""

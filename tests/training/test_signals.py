@@ -68,12 +68,14 @@ class BusyTest(parameterized.TestCase):
       self.assertEqual(process.returncode, 130)
 
   def start(self, name: str) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-      [sys.executable, '-c', BUSY, name],
-      cwd=pathlib.Path(signals.__file__).parents[2],
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
+    process = self.enter_context(
+      subprocess.Popen(
+        [sys.executable, '-c', BUSY, name],
+        cwd=pathlib.Path(signals.__file__).parents[2],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+      )
     )
     self.addCleanup(process.kill)
     timer = threading.Timer(60, process.kill)
