@@ -43,7 +43,7 @@ class BlockPairs:
 def block_sizes(
   t: int, s: int, group: int = 1, kv_heads: int = 1
 ) -> BlockSizes:
-  """Fast sizes, see WORKSPACE.md, "Blocks and thresholds".
+  """Fast sizes, see docs/decisions.md, "Blocks and thresholds".
 
   Args:
     t: queries.

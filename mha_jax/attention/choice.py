@@ -20,7 +20,7 @@ from mha_jax.attention import fused, masks
 
 NAMES = ('auto', 'exact', 'blockwise', *fused.KERNELS)
 
-# Measured on two CPU cores, see WORKSPACE.md, "Blocks and thresholds".
+# Measured on two CPU cores, see docs/decisions.md, "Blocks and thresholds".
 LONG_KEYS = 1024
 MANY_SCORES = 1024 * 1024
 """Keys, or scores of a head, from which on blocks are faster."""
