@@ -184,6 +184,11 @@ def recorded_experiment(workdir: pathlib.Path) -> Experiment:
     raise ValueError(f'{path} is no JSON ({error})') from error
   if not isinstance(saved, dict):
     raise ValueError(f'{path} is no config; name the folder of a run')
+  if beyond := sorted(set(saved) - set(SECTIONS)):
+    raise ValueError(
+      f'{path} has {beyond}, as that of a sweep has, which keeps no model; '
+      'name a folder of experiments.train, or a folder seed-N of probe_heads'
+    )
   config = ConfigDict({'name': workdir.name} | saved)
   try:
     check_sections(config)

@@ -42,8 +42,9 @@ def warn_of_short(table: Table, names: Mapping[str, Any]) -> None:
   if short:
     warn_once(
       'fewer axis names than dimensions, the others get None, as in Flax: '
-      f'{"; ".join(short)}. Write these in full, or name what you mean; '
-      'out_kernel_init= and out_bias_init= are for out alone'
+      f'{"; ".join(short)}. Write these in full, or name all dimensions: '
+      'kernel_init= those of query, out_kernel_init= and out_bias_init= those '
+      'of out'
     )
 
 

@@ -412,7 +412,8 @@ class GroupedQueryAttention(_Shell):
     if k is None:
       raise ValueError(
         'head_dim=None and qkv_features=None: a cache is made without inputs, '
-        'which would tell the size of a head; make the module with head_dim='
+        'which would tell the size of a head; make the module with head_dim= '
+        'or qkv_features='
       )
     return self.config_for(*[jnp.zeros((1, self.num_heads * k))] * 3)
 

@@ -173,7 +173,10 @@ class LearnedPositionsTest(parameterized.TestCase):
 class ErrorsTest(parameterized.TestCase):
   @parameterized.parameters(
     ({'valid': np.ones((B, 3), bool)}, r'valid of bool and shape \(2, 3\)'),
-    ({'cache': (1, 2)}, 'cache=1 must be a cache, as init_cache makes it'),
+    (
+      {'cache': (1, 2)},
+      'cache of type int must be a cache, as init_cache makes it',
+    ),
     ({'cache': 'of another batch'}, r'cache has entries .* ask for \[\(2, 1'),
   )
   def test_calls_of_a_model(self, changes, message):

@@ -251,7 +251,9 @@ def check_cache(config: AttentionConfig, cache: Any, batch: int) -> None:
   """Raises a ValueError unless a cache fits the config and the batch."""
   if not isinstance(cache, Cache):
     raise ValueError(
-      f'cache={cache!r} must be a cache, as init_cache makes it, or None'
+      f'cache of type {type(cache).__name__} must be a cache, as init_cache '
+      'makes it, or None; flax.serialization restores into one: '
+      'from_bytes(init_cache(...), data)'
     )
   shapes = [jnp.shape(x) for x in cache.entries]
   if any(len(shape) != 4 for shape in shapes):

@@ -11,6 +11,7 @@ import functools
 import math
 import pathlib
 import signal
+import sys
 from typing import Any
 
 import jax
@@ -82,6 +83,7 @@ def run(
     )
     if step < experiment.train.steps:
       if step > 0:
+        print(f'going on from step {step}', file=sys.stderr)
         environment.warn_of_changes(workdir)
       environment.add_start(workdir, step=step)
     return _loop(experiment, key, state, recorder, checkpoints, request)

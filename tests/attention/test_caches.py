@@ -265,7 +265,7 @@ class SizesTest(parameterized.TestCase):
 
 class ErrorsTest(parameterized.TestCase):
   @parameterized.parameters(
-    ({'cache': 3}, 'cache=3 must be a cache, as init_cache makes it'),
+    ({'cache': 3}, 'cache of type int must be a cache, as init_cache makes it'),
     ({'inputs_k': np.ones((B, T, D))}, 'inputs_k is given with a cache'),
     ({'input_positions': np.arange(T)}, 'input_positions and key_pos.* None'),
     ({'key_positions': np.arange(T)}, 'input_positions and key_pos.* None'),
