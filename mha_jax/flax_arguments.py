@@ -107,7 +107,9 @@ def refuse_unknown(
   for function in (method,) if others is None else (method, others):
     parameters = inspect.signature(function).parameters.values()
     known |= {x.name: None for x in parameters if x.kind != x.VAR_KEYWORD}
-  hidden = ('self', 'parent', 'name', *(['config'] if others else []))
+  if others is not None:
+    known.pop('config', None)  # which the method itself makes
+  hidden = ('self', 'parent', 'name')
   names = [name for name in known if name not in hidden]
 
   @functools.wraps(method)

@@ -1,4 +1,4 @@
-"""Caches, masks and dropout as state dicts: `flax.serialization` knows them.
+"""Caches and masks as state dicts: `flax.serialization` knows them.
 
   data = flax.serialization.to_bytes(cache)
   cache = flax.serialization.from_bytes(layer.init_cache(2, 32), data)
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import serialization
 
-from mha_jax.attention import Dropout, caches, mask_algebra, masks
+from mha_jax.attention import caches, mask_algebra, masks
 
 KINDS = (
   caches.KVCache,
@@ -29,7 +29,6 @@ KINDS = (
   mask_algebra.Dense,
   mask_algebra.And,
   mask_algebra.Or,
-  Dropout,
 )
 
 

@@ -462,7 +462,14 @@ class SelfAttention(MultiHeadDotProductAttention):
 
     Returns:
       (..., t, out_features); with a cache the pair of it and the new cache.
+
+    Raises:
+      ValueError: other keys or values are given, or inputs do not fit.
     """
+    if others := sorted({'inputs_k', 'inputs_v'} & set(options)):
+      raise ValueError(
+        f'{others[0]} is given to SelfAttention; use MultiHeadAttention'
+      )
     return super().__call__(
       inputs_q,
       mask=mask,

@@ -143,6 +143,22 @@ class MisplacedTest(parameterized.TestCase):
       ):
         layer(X, *arguments)
 
+  @parameterized.product(front=['linen', 'nnx'])
+  def test_variables(self, front):
+    """Flax's variables, which can be called, are arrays: keys and masks."""
+    layer, keys = FRONTS[front](), normal(1, B, 7, D).astype(np.float32)
+    assert_same_bits(layer(X, nnx.Param(jnp.asarray(keys))), layer(X, keys))
+    causal = CAUSAL.astype(bool)
+    assert_same_bits(
+      layer(X, mask=nnx.Variable(jnp.asarray(causal))), layer(X, mask=causal)
+    )
+
+  def test_booleans_as_keys(self):
+    """An array as wide as the inputs is no mask."""
+    keys = booleans(0, B, 7, D)
+    wanted = linen()(X, keys.astype(np.float32))
+    assert_same_bits(linen()(X, keys), wanted)
+
   def test_mask_where_parameters_are_made(self):
     """By Linen's modules of either kind, and by the pure function."""
     config = GroupedConfig(D, H)

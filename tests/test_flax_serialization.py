@@ -10,7 +10,6 @@ from oracles import normal
 
 import mha_jax.linen
 from mha_jax.attention import (
-  Dropout,
   GroupedConfig,
   LatentConfig,
   StaticCache,
@@ -50,7 +49,6 @@ STATES = {
   'And': lambda: masks.causal() & masks.lengths([1, 3]),
   'Or': lambda: masks.window(1, 0) | masks.segments(np.ones((B, T), int)),
   'Dense': lambda: masks.dense(np.eye(T, dtype=bool)),
-  'Dropout': lambda: Dropout(jax.random.PRNGKey(3), 0.1),
 }
 
 

@@ -1,5 +1,6 @@
 """From what users pass beside q, k and v to arrays: bias and positions."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +29,23 @@ def as_bias(
     )
   full = array.shape if array.ndim > 4 else fit_rank(array.shape, len(shape))
   checks.broadcast('bias', full, shape, letters)
-  return jnp.reshape(array, full)
+  return opaque(jnp.reshape(array, full))
+
+
+CONSTANT_ELEMENTS = 2**16
+"""Elements of an array, from which on XLA takes none for a constant."""
+
+
+def opaque(array: Array) -> Array:
+  """The same array, which XLA does not look into while it compiles.
+
+  Where a mask or bias is a constant of the program, XLA would compute all that
+  follows from it by its slow interpreter.
+  """
+  if not all(isinstance(size, int) for size in array.shape):
+    return array  # symbolic, and so no constant
+  small = math.prod(array.shape) < CONSTANT_ELEMENTS
+  return array if small else jax.lax.optimization_barrier(array)
 
 
 def fit_rank(shape: tuple[int, ...], ndim: int) -> tuple[int, ...]:
@@ -73,4 +90,4 @@ def as_integers(
         f'{name} from {low} to {high} do not fit {dtype}; use smaller ones, or '
         'JAX_ENABLE_X64=1'
       )
-  return array.astype(dtype)
+  return opaque(array).astype(dtype)

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from mha_jax.attention import masks
+from mha_jax.attention import checks, masks
 from mha_jax.attention.arguments import as_positions, fit_rank
 from mha_jax.attention.notation import Array
 
@@ -17,8 +17,10 @@ def one_batch(x: Array) -> Array:
 
 def fold(name: str, array: Any, batch: tuple[int, ...]) -> Any:
   """A mask or bias (..., h, t, s) as (b, h, t, s); a Mask as it is."""
-  if array is None or isinstance(array, masks.Mask | str) or callable(array):
+  if array is None or isinstance(array, masks.Mask | str):
     return array  # what is no mask is refused where masks are joined
+  if checks.is_function(array):
+    return array
   array = jnp.asarray(array)
   lead = array.shape[:-3]
   if len(batch) == 1 or not lead:

@@ -11,7 +11,7 @@ from mha_jax.attention.axes import Blocks
 from mha_jax.attention.each import each
 from mha_jax.attention.notation import Array, Bool
 from mha_jax.attention.pytrees import pytree
-from mha_jax.attention.sharded_rows import in_shard_map
+from mha_jax.attention.sharded_rows import is_one_devices
 
 OF_MASKS = ('mask', 'query_positions', 'key_positions')
 """What a mask is evaluated from."""
@@ -52,6 +52,8 @@ def block_sizes(
     kv_heads: key/value heads of all rows. The blocks of a single query have
       the more keys the fewer there are, and all blocks as many.
   """
+  if not isinstance(kv_heads, int):
+    kv_heads = 64  # of a symbolic number of rows: 256 keys
   queries = max(1, min(t, 512 // min(group, 4)))
   if t != 1:
     return BlockSizes(queries, max(1, min(s, 256)))
@@ -68,7 +70,7 @@ def fits_better_alone(t: int, v: Array) -> bool:
   """
   if t < 128 or jax.default_backend() != 'cpu':
     return False
-  return in_shard_map(v) or jax.device_count() == 1
+  return is_one_devices(v) or jax.device_count() == 1
 
 
 def touches(
@@ -83,6 +85,8 @@ def touches(
 
 def as_pairs(touching: Bool[Array, 'query_blocks key_blocks']) -> BlockPairs:
   """The True entries as a list, by block of queries."""
+  # Of a constant, on several devices, jaxlib 0.10 aborts while it compiles.
+  touching = jax.lax.optimization_barrier(touching)
   i, j = jnp.nonzero(touching, size=touching.size, fill_value=0)
   return BlockPairs(i, j, jnp.sum(touching))
 

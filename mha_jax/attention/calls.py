@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from mha_jax.attention import masks
+from mha_jax.attention import checks, masks
 from mha_jax.attention.caches import StaticCache
 from mha_jax.attention.config import AttentionConfig
 from mha_jax.attention.notation import Array
@@ -15,18 +15,25 @@ from mha_jax.attention.notation import Array
 def check_no_mask(inputs_q: Any, inputs_k: Any, inputs_v: Any) -> None:
   """Raises a ValueError where a mask takes the place of keys or values."""
   for name, x in (('inputs_k', inputs_k), ('inputs_v', inputs_v)):
-    if x is None:
-      continue
-    ours = isinstance(x, masks.Mask) or callable(x)
-    booleans = getattr(x, 'dtype', None) == jnp.bool_
-    shape, queries = np.shape(x), np.shape(inputs_q)
-    heads = len(shape) == len(queries) + 1 > 2  # (..., h, t, s)
-    if ours or booleans or (heads and shape[-2] in (1, queries[-2])):
-      what = x if ours else f'an array of shape {shape}'
+    if x is not None and _looks_like_a_mask(x, np.shape(inputs_q)):
+      ours = isinstance(x, masks.Mask) or checks.is_function(x)
+      what = x if ours else f'an array of shape {np.shape(x)}'
       raise ValueError(
         f'{name}={what} looks like a mask, but keys and values come after '
         'inputs_q; write mask='
       )
+
+
+def _looks_like_a_mask(x: Any, queries: tuple[int, ...]) -> bool:
+  """Whether x is no input beside queries of that shape."""
+  if isinstance(x, masks.Mask) or checks.is_function(x):
+    return True
+  shape = np.shape(x)
+  if len(shape) == len(queries) + 1 > 2:  # (..., h, t, s)
+    return shape[-2] in (1, queries[-2])
+  booleans = getattr(x, 'dtype', None) == jnp.bool_
+  alike = len(shape) == len(queries) and shape[-1:] == queries[-1:]
+  return booleans and not alike
 
 
 def check_sources(config: Any, inputs_k: Any, inputs_v: Any) -> None:

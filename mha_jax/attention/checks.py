@@ -15,18 +15,25 @@ def plain(value: Any) -> Any:
 
   Anything else comes back as it is.
   """
-  dtype: Any = getattr(value, 'dtype', None)
-  known = dtype is not None and not isinstance(value, jax.core.Tracer)
-  if not known or np.shape(value) != ():
+  array = isinstance(value, np.generic | np.ndarray | jax.Array)
+  if not array or isinstance(value, jax.core.Tracer) or np.shape(value) != ():
     return value
   for kind, number in (
     (jnp.bool_, bool),
     (jnp.integer, int),
     (jnp.floating, float),
   ):
-    if jnp.issubdtype(dtype, kind):
+    if jnp.issubdtype(value.dtype, kind):
       return number(value)
   return value
+
+
+def is_function(value: Any) -> bool:
+  """Whether a function stands where an array should.
+
+  Flax's variables are arrays that can be called.
+  """
+  return callable(value) and not hasattr(value, 'shape')
 
 
 def plain_fields(config: Any) -> None:

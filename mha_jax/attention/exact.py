@@ -224,10 +224,10 @@ def _softmax(
 
 def check_scale(scale: Any) -> None:
   """Raises a ValueError unless the scale is one number, or None."""
-  if scale is not None and np.shape(scale) != ():
+  if isinstance(scale, str) or np.shape(scale) != ():
+    what = repr(scale) if isinstance(scale, str) else f'shape {np.shape(scale)}'
     raise ValueError(
-      f'scale of shape {np.shape(scale)} must be one number; scale q or k for '
-      'more'
+      f'scale of {what} must be one number; scale q or k for more'
     )
 
 

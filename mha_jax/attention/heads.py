@@ -18,7 +18,6 @@ Masks, biases, positions and dropout keys ride along by the same rule.
 import dataclasses
 import functools
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +34,7 @@ from mha_jax.attention import (
   masks,
   shapes,
 )
+from mha_jax.attention.arguments import opaque
 from mha_jax.attention.axes import Axis, Blocks
 from mha_jax.attention.dropout import check_dropout
 from mha_jax.attention.dtypes import compute_dtype, wide_dtype
@@ -45,9 +45,6 @@ from mha_jax.attention.sharded_rows import rows_over_devices
 KeysValues = tuple[Parts, Array]
 Extras = dict[str, Any]
 """What belongs to a score and not to q, k or v: leaves lead with (b, n, g)."""
-
-CONSTANT_ELEMENTS = 2**16
-"""Elements of a mask or bias, from which on XLA takes none for a constant."""
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
   'exact': exact.attend,
@@ -248,7 +245,7 @@ def _by_head(call: _Call, implementation: str) -> Any:
   Compiled once for equal shapes and options, also where the caller does not
   jit.
   """
-  extras = jax.tree.map(_opaque, call.extras)
+  extras = jax.tree.map(opaque, call.extras)
   call = dataclasses.replace(call, extras=extras)
   of_rows = functools.partial(_of_rows, implementation=implementation)
   return rows_over_devices(of_rows, call)
@@ -282,18 +279,6 @@ def _of_rows(call: _Call, implementation: str) -> Any:
   qs = tuple(jnp.reshape(q, (b, n, g, *q.shape[2:])) for q in call.qs)
   out = each(one_row, qs, (call.ks, call.v), extras, one_by_one=one_by_one)
   return jax.tree.map(lambda x: jnp.reshape(x, (b, h, *x.shape[3:])), out)
-
-
-def _opaque(leaf: Array) -> Array:
-  """The same array, which XLA does not look into while it compiles.
-
-  Where a mask or bias is a constant of the program, XLA would compute all that
-  follows from it by its slow interpreter.
-  """
-  if not all(isinstance(size, int) for size in leaf.shape):
-    return leaf  # symbolic, and so no constant
-  small = math.prod(leaf.shape) < CONSTANT_ELEMENTS
-  return leaf if small else jax.lax.optimization_barrier(leaf)
 
 
 def _map_group(one_head: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,14 +15,29 @@ import jax.numpy as jnp
 import numpy as np
 
 from mha_jax.attention import checks
-from mha_jax.attention.arguments import ArrayLike, fit_rank
+from mha_jax.attention.arguments import ArrayLike, fit_rank, opaque
 from mha_jax.attention.axes import Axis, Blocks
 from mha_jax.attention.notation import Array, Bool
 from mha_jax.attention.pytrees import pytree
 
 
 class Mask:
-  """What all masks can do; the kinds are in `masks`."""
+  """What all masks can do; the kinds are in `masks`.
+
+  One's own is a `pytrees.pytree` with `evaluate`, which must depend on its
+  fields alone, and `touches` where blocks can be skipped. Array leaves lead
+  with (b, h), size 1 where they do not vary; `leaf_ndim` more dimensions, all
+  leaves alike, are left inside a head:
+
+    @pytree
+    class SameColour(Mask):
+      colours: Any  # (b, 1, s)
+      leaf_ndim = 1
+
+      def evaluate(self, queries, keys):
+        row = jnp.reshape(self.colours, (-1,))
+        return queries.cut(row)[:, None] == keys.cut(row)[None, :]
+  """
 
   def evaluate(self, queries: Axis, keys: Axis) -> Bool[Array, '#t #s']:
     """True where a query may attend to a key, for one batch row and head."""
@@ -243,7 +258,7 @@ def _operand(other: Any) -> Mask:
 
 def as_mask(mask: Mask | ArrayLike | None) -> Mask | None:
   """A Mask from what users pass as `mask=`: a Mask, a boolean array or None."""
-  if callable(mask):
+  if checks.is_function(mask):
     raise ValueError(f'mask={mask} is a function; call it, as masks.causal()')
   if isinstance(mask, str):
     raise ValueError(f'mask={mask!r} is a text; pass a mask, as masks.causal()')
@@ -265,15 +280,16 @@ def from_numbers(mask: Mask | ArrayLike | None) -> Mask | ArrayLike | None:
     ValueError: a number is negative or NaN, as in additive masks (where the
       values are known, that is, outside of jit).
   """
-  if mask is None or isinstance(mask, Mask | str) or callable(mask):
+  no_array = isinstance(mask, Mask | str) or checks.is_function(mask)
+  if mask is None or no_array:
     return mask  # what is no mask is refused where masks are joined
   array = jnp.asarray(mask)
   if array.dtype == jnp.bool_:
     return array
-  known = not isinstance(mask, jax.core.Tracer)
-  if known and not np.all(np.asarray(mask) >= 0):
+  known = not isinstance(array, jax.core.Tracer)
+  if known and not np.all(np.asarray(array) >= 0):
     raise ValueError(
       'mask holds negative numbers or NaN, but nonzero may attend; pass '
       'additive values as bias=, or mask == 0'
     )
-  return array != 0
+  return opaque(array) != 0

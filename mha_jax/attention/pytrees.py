@@ -1,5 +1,6 @@
 """Frozen dataclasses of arrays: what caches, masks and their like share."""
 
+import contextlib
 import dataclasses
 import json
 from typing import Any, TypeVar, dataclass_transform
@@ -23,12 +24,14 @@ def pytree(cls: type[T]) -> type[T]:
   """
   cls = dataclasses.dataclass(frozen=True, eq=False)(cls)
   cls.__eq__, cls.__hash__ = _equal, _hash  # type: ignore[assignment]
-  export.register_pytree_node_serialization(
-    jax.tree_util.register_dataclass(cls),
-    serialized_name=f'mha_jax.{cls.__name__}',
-    serialize_auxdata=lambda static: json.dumps(static).encode(),
-    deserialize_auxdata=json.loads,
-  )
+  jax.tree_util.register_dataclass(cls)
+  with contextlib.suppress(ValueError):  # of a module that is loaded again
+    export.register_pytree_node_serialization(
+      cls,
+      serialized_name=f'{cls.__module__}.{cls.__qualname__}',
+      serialize_auxdata=lambda static: json.dumps(static).encode(),
+      deserialize_auxdata=json.loads,
+    )
   return cls
 
 

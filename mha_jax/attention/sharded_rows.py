@@ -5,7 +5,8 @@ not depend on each other, so each device computes its own, within
 `jax.shard_map`, by the code that one device runs.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -27,7 +28,8 @@ def rows_over_devices(function: Callable[[Any], Any], call: Any) -> Any:
   """
   split = _sharded(call)
   if split is None:
-    return function(call)
+    with _explicit_mesh(call):
+      return function(call)
   axes, b = _row_axes(split), split.shape[0]
   mapped = jax.shard_map(
     function,
@@ -60,10 +62,13 @@ def _reshard_rows(tree: Any) -> Any:
   mesh = jax.typeof(split).sharding.mesh
 
   def alike(x: Array) -> Array:
-    if not _has_rows(x, b) or _row_axes(x) == axes:
+    now = [*jax.typeof(x).sharding.spec]
+    spec = [_without(axes, dimension) for dimension in now]
+    if _has_rows(x, b):
+      spec[0] = axes
+    if spec == now or (spec[1:] == now[1:] and _row_axes(x) == axes):
       return x
-    spec = PartitionSpec(axes, *jax.typeof(x).sharding.spec[1:])
-    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
   return jax.tree.map(alike, tree)
 
@@ -71,6 +76,34 @@ def _reshard_rows(tree: Any) -> Any:
 def in_shard_map(x: Array) -> bool:
   """Whether the array is one device's part, within `jax.shard_map`."""
   return AxisType.Manual in jax.typeof(x).sharding.mesh.axis_types
+
+
+def is_one_devices(x: Array) -> bool:
+  """Whether all of the array lies on one device, wherever it is traced."""
+  mesh = jax.typeof(x).sharding.mesh
+  kinds = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
+  return in_shard_map(x) and all(
+    kind is AxisType.Manual or size == 1 for kind, size in kinds
+  )
+
+
+@contextlib.contextmanager
+def _explicit_mesh(tree: Any) -> Iterator[None]:
+  """Within the block, new arrays are on the explicit mesh of the tree's."""
+  meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree))
+  mesh = next((x for x in meshes if AxisType.Explicit in x.axis_types), None)
+  if mesh is None or not jax.sharding.get_abstract_mesh().empty:
+    yield
+    return
+  with jax.sharding.use_abstract_mesh(mesh):
+    yield
+
+
+def _without(axes: tuple[str, ...], dimension: Any) -> Any:
+  """A dimension's part of a PartitionSpec, without some mesh axes."""
+  if isinstance(dimension, tuple):
+    return tuple(x for x in dimension if x not in axes) or None
+  return None if dimension in axes else dimension
 
 
 def _sharded(tree: Any) -> Any:

@@ -109,6 +109,55 @@ class RowsTest(parameterized.TestCase):
     assert_close(got, f(q, k, v), FLOAT32)
     self.assert_rows(got)
 
+  @parameterized.parameters(
+    ((4,), PartitionSpec(), None),
+    ((4,), PartitionSpec(), masks.causal()),
+    ((2, 2), PartitionSpec('data', 'model'), masks.causal()),
+    ((2, 2), PartitionSpec(('data', 'model')), masks.causal()),
+  )
+  def test_explicit_blocks(self, shape, spec, mask):
+    """Blocks where no device, or more than one axis, has rows of its own."""
+    mesh = jax.make_mesh(shape, ('data', 'model')[: len(shape)])
+    q = jnp.asarray(normal(0, B, H, 131, K).astype(np.float32))
+    whole = block_pairs.block_sizes.__wrapped__
+    self.enter_context(patched(block_pairs, block_sizes=whole))
+
+    @jax.jit
+    def f(q):
+      return multihead_attention(q, q, q, mask=mask, implementation='blockwise')
+
+    got = f(jax.device_put(q, NamedSharding(mesh, spec)))
+    assert_close(got, f(q), FLOAT32)
+    self.assertEqual(tuple(got.sharding.spec)[: len(spec)], tuple(spec))
+
+  def test_vmap_over_devices(self):
+    """The sharded axis is one that jax.vmap maps."""
+    q = jnp.asarray(normal(0, 4, 2, H, 11, K).astype(np.float32))
+
+    @jax.jit
+    @jax.vmap
+    def f(q):
+      return multihead_attention(q, q, q, implementation='blockwise')
+
+    got = f(put(mesh_of('Explicit'), q))
+    assert_close(got, f(q), FLOAT32)
+    self.assert_rows(got)
+
+  def test_positions_on_the_axis_of_rows(self):
+    """What all rows share may be sharded on their axis: it is put together."""
+    mesh, at = mesh_of('Explicit'), jnp.arange(12)
+    q, k, v = tensors(12)
+
+    @jax.jit
+    def f(q, k, v, at):
+      return multihead_attention(
+        q, k, v, mask=masks.causal(), query_positions=at, key_positions=at
+      )
+
+    got = f(*put(mesh, (q, k, v, at)))
+    assert_close(got, f(q, k, v, at), FLOAT32)
+    self.assert_rows(got)
+
   @parameterized.product(
     kind=['Explicit', 'Auto'], name=[*CONFIGS], window=[None, 5]
   )

@@ -67,13 +67,20 @@ class ConstantsTest(parameterized.TestCase):
   """XLA's interpreter folded what follows from a mask, for up to a minute."""
 
   @parameterized.product(
-    implementation=['exact', 'blockwise'], given=['mask', 'bias', 'joined']
+    implementation=['exact', 'blockwise'],
+    given=['mask', 'bias', 'joined', 'numbers'],
   )
   def test_nothing_follows_from_a_constant(self, implementation, given):
     t = 290
     allowed = booleans(0, t, t)
     allowed[5], allowed[:, 7] = False, False  # else any() is True throughout
     allowed = jnp.asarray(allowed)
+    if given == 'numbers':
+      numbers = allowed.astype(jnp.float32)
+      module = self.module(implementation)
+      f = functools.partial(module, mask=numbers)
+      self.assert_one_constant(f, tensor(0, 1, t, 4), 'f32', t)
+      return
     options = {
       'mask': {'mask': allowed},
       'bias': {'bias': jnp.where(allowed, 0.0, -jnp.inf)},
@@ -85,9 +92,23 @@ class ConstantsTest(parameterized.TestCase):
         q, q, q, implementation=implementation, **options
       )
 
-    program = jax.jit(f).lower(tensor(0, 1, 1, t, 5)).compile().as_text()
-    found = re.findall(r'= (\w+\[[\d,]*\])\S* constant\(\{\.\.\.\}\)', program)
     wanted = 'f32' if given == 'bias' else 'pred'
+    self.assert_one_constant(f, tensor(0, 1, 1, t, 5), wanted, t)
+
+  def module(self, implementation):
+    """A Linen module, which takes Flax's masks of numbers."""
+    module = linen.MultiHeadAttention(
+      num_heads=1, use_bias=False, implementation=implementation
+    )
+    names = ('query', 'key', 'value')
+    params = {name: {'kernel': jnp.ones((4, 1, 4))} for name in names}
+    params['out'] = {'kernel': jnp.ones((1, 4, 4))}
+    return functools.partial(module.apply, {'params': params})
+
+  def assert_one_constant(self, f, x, wanted, t):
+    """The mask itself is the program's only large constant."""
+    program = jax.jit(f).lower(x).compile().as_text()
+    found = re.findall(r'= (\w+\[[\d,]*\])\S* constant\(\{\.\.\.\}\)', program)
     self.assertLen(found, 1, found)
     self.assertRegex(found[0], rf'{wanted}\[(1,)*{t},{t}\]')
 
@@ -161,6 +182,22 @@ class SymbolicTest(parameterized.TestCase):
       ),
       16,
     )
+
+  def test_cached_step(self):
+    """Of any number of rows, with many keys."""
+    config = GroupedConfig(16, 4, 2)
+    params = init_table(config.table, jax.random.key(0))
+    (b,) = export.symbolic_shape('b')
+    cache, x = init_cache(config, 3, 1100), tensor(0, 3, 1, 16)
+
+    def f(x, cache):
+      return apply(config, params, x, mask=masks.causal(), cache=cache)[0]
+
+    symbolic = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype), (x, cache)
+    )
+    exported = export.export(jax.jit(f))(*symbolic)
+    assert_close(exported.call(x, cache), f(x, cache), FLOAT32)
 
   def test_blocks_say_why_not(self):
     (t,) = export.symbolic_shape('t')

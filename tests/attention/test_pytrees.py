@@ -1,11 +1,12 @@
 """Frozen pytrees: when two are equal, and how they travel in `jax.export`."""
 
+import importlib.util
 import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 from jax import export
 from oracles import assert_close, normal
 
@@ -143,3 +144,12 @@ class ExportTest(parameterized.TestCase):
     got = self.through_bytes(lambda x: x, trees)
     for name, tree in trees.items():
       self.assertEqual(jax.tree.map(jnp.asarray, tree), got[name], name)
+
+
+class AgainTest(absltest.TestCase):
+  def test_reload(self):
+    """A module loaded again, as notebooks do, makes its classes anew."""
+    source = importlib.util.find_spec('mha_jax.attention.masks')
+    module = importlib.util.module_from_spec(source)
+    source.loader.exec_module(module)
+    self.assertEqual(module.causal(), module.causal())
