@@ -137,7 +137,8 @@ def task_from(config: ConfigDict) -> Task:
   options = config.to_dict()
   kind = options.pop('kind', 'copy')
   task: Task = _build('task', task_class(kind), ConfigDict(options))
-  if missing := [x for x in vars(Task) if x[0] != '_' and not hasattr(task, x)]:
+  there = dir(task)  # hasattr would make all symbols, however many
+  if missing := [x for x in vars(Task) if x[0] != '_' and x not in there]:
     raise ValueError(f'--config.task.kind={kind!r} lacks {missing}, see Task')
   if task.kind != kind or record.as_json(task).get('kind') != kind:
     raise ValueError(

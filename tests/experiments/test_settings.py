@@ -220,6 +220,15 @@ class OwnTaskTest(parameterized.TestCase):
     self.assertEqual((task.separators, task.token_text(3)), ((), '3'))
     self.assertEqual(task.symbols, tuple(range(7)))
 
+  def test_a_vocabulary_past_memory(self):
+    """Is refused before a token of it is made."""
+    config = copy_task.get_config('tiny')
+    config.task.num_symbols = 10**9
+    with mock.patch.object(CopyTask, 'symbols', property(self.fail)):
+      experiment = experiment_from(config)
+      with self.assertRaisesRegex(ValueError, '--config: .*embeddings, by'):
+        settings.check_memory(experiment)
+
   @parameterized.parameters(
     ('nowhere:Task', "kind='nowhere:Task' cannot be imported .*'nowhere'"),
     ('own_tasks:Missing', "own_tasks:Missing' cannot be imported"),
