@@ -41,6 +41,7 @@ MAY_DIFFER = (
   'git_commit',
   'xla_flags',
   'optimized',
+  'jax_disable_jit',
 )
 """What may change the numbers, most often in their last bits, or does not."""
 
@@ -55,6 +56,7 @@ def environment() -> dict[str, Any]:
     'options': options(),
     'xla_flags': os.environ.get('XLA_FLAGS', ''),
     'optimized': not jax.config.read('jax_disable_most_optimizations'),
+    'jax_disable_jit': jax.config.jax_disable_jit,
     'devices': [device.device_kind for device in jax.devices()],
     'cpus': os.cpu_count(),
     'git_commit': _git_commit(),
@@ -80,16 +82,18 @@ def add_start(workdir: pathlib.Path, **more: Any) -> None:
 def check_same_options(workdir: pathlib.Path) -> None:
   """Holds this start against the last one of the folder; see `OPTIONS`.
 
-  Warns where there was one and env.json, which tells of it, is gone.
+  Warns where there was one and env.json does not tell of its options.
 
   Raises:
     RecordError: JAX's options differ, and the numbers would.
   """
-  if not (workdir / 'env.json').exists() and (workdir / 'checkpoints').exists():
+  starts = _starts(workdir / 'env.json')
+  options_then = starts[-1].get('options') if starts else None
+  if not options_then and (workdir / 'checkpoints').exists():
     warnings.warn(
-      f'workdir={workdir} holds checkpoints but no env.json to tell where they '
-      'were made; if JAX had other options there, numbers do not go on as they '
-      'would have',
+      f'workdir={workdir} holds checkpoints but no env.json to tell under '
+      'which options of JAX they were made; if those were others, numbers do '
+      'not go on as they would have',
       RecordWarning,
       stacklevel=2,
     )
