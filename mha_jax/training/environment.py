@@ -48,6 +48,7 @@ MAY_DIFFER = (
 
 def environment() -> dict[str, Any]:
   """Versions, options, devices, command: what is needed to run it again."""
+  config: Any = jax.config
   return {
     'command': [pathlib.Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]],
     'python': platform.python_version(),
@@ -55,8 +56,8 @@ def environment() -> dict[str, Any]:
     'packages': {name: metadata.version(name) for name in PACKAGES},
     'options': options(),
     'xla_flags': os.environ.get('XLA_FLAGS', ''),
-    'optimized': not jax.config.read('jax_disable_most_optimizations'),
-    'jax_disable_jit': jax.config.jax_disable_jit,
+    'optimized': not config.read('jax_disable_most_optimizations'),
+    'jax_disable_jit': config.jax_disable_jit,
     'devices': [device.device_kind for device in jax.devices()],
     'cpus': os.cpu_count(),
     'git_commit': _git_commit(),
