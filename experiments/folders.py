@@ -37,13 +37,14 @@ def named(name: str) -> pathlib.Path:
   """
   if not flags.FLAGS.config.name.strip():
     raise ValueError('--config.name= is empty; it names the folder in runs/')
+  record.check_name('--config.name', flags.FLAGS.config.name)
   flag = flags.FLAGS.workdir
   whole = '-'.join([name, *sorted(map(_word, _changed().items()))])
   workdir = pathlib.Path(flag or pathlib.Path('runs') / _short(whole))
   for path in (workdir, *workdir.parents):
     if path.exists() and not path.is_dir():
       raise ValueError(f'--workdir={workdir}: {path} is a file; name a folder')
-  settings.check_name('--workdir', workdir)
+  record.check_name('--workdir', workdir)
   return workdir
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import pathlib
 import signal
 from collections.abc import Mapping, Sequence
@@ -67,11 +68,8 @@ class Point:
   @property
   def key(self) -> str:
     """A hash of all that the numbers depend on by definition."""
-    experiment = record.as_json(self.experiment)
-    if 'digest' in experiment['task']:  # tells the text, wherever it lies
-      experiment['task']['path'] = None
     parts = {
-      'experiment': experiment,
+      'experiment': _without_path(record.as_json(self.experiment)),
       'seeds': list(self.seeds),
       'options': environment.options(),
     }
@@ -126,21 +124,34 @@ def _is_finished(row: Row | None, point: Point) -> bool:
     'final_loss': (seeds,),
     'final_accuracy': (seeds,),
   }
+  params, speed = row.get('params'), row.get('steps_per_s')
+  config = record.as_json(point.experiment)
   return (
     row['seeds'] == [*point.seeds]
-    and type(row.get('params')) is int
-    and type(row.get('steps_per_s')) in (float, type(None))
+    and _without_path(row.get('config')) == _without_path(config)
+    and type(params) is int
+    and params >= 1
+    and (speed is None or (type(speed) is float and 0 < speed < math.inf))
     and all(_has_shape(row.get(x), shape) for x, shape in shapes.items())
   )
 
 
+def _without_path(config: Any) -> Any:
+  """A config whose text is told by its digest alone, wherever it lies."""
+  task = config.get('task') if isinstance(config, dict) else None
+  if not isinstance(task, dict) or 'digest' not in task:
+    return config
+  return config | {'task': task | {'path': None}}
+
+
 def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:
-  """Whether nested lists are numbers throughout, in this shape."""
+  """Whether nested lists are finite numbers throughout, in this shape."""
   try:
     array = np.asarray(value)
   except ValueError:  # ragged
     return False
-  return array.shape == shape and array.dtype.kind in 'if'
+  numbers = array.shape == shape and array.dtype.kind in 'if'
+  return numbers and bool(np.all(np.isfinite(array)))
 
 
 def measure(point: Point, request: StopRequest) -> Row | None:

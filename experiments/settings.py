@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 import json
-import os
 import pathlib
 import typing
 from collections.abc import Iterable
@@ -137,7 +136,8 @@ def task_from(config: ConfigDict) -> Task:
   options = config.to_dict()
   kind = options.pop('kind', 'copy')
   task: Task = _build('task', task_class(kind), ConfigDict(options))
-  if missing := [x for x in vars(Task) if x[0] != '_' and not hasattr(task, x)]:
+  there = dir(task)  # hasattr would make all symbols, however many
+  if missing := [x for x in vars(Task) if x[0] != '_' and x not in there]:
     raise ValueError(f'--config.task.kind={kind!r} lacks {missing}, see Task')
   if task.kind != kind or record.as_json(task).get('kind') != kind:
     raise ValueError(
@@ -237,18 +237,6 @@ def seeds_from(flag: str, first: int, count: int) -> tuple[int, ...]:
       f'{flag}={count} from --config.train.seed={first} on must stay below 2^32'
     )
   return tuple(range(first, first + count))
-
-
-def check_name(flag: str, path: pathlib.Path) -> None:
-  """Raises a ValueError unless a path is text, as checkpoints need it."""
-  try:
-    str(path.absolute()).encode()
-  except UnicodeEncodeError as error:
-    shown = os.fsencode(path.absolute())
-    raise ValueError(
-      f'{flag}={shown!r} has letters that this locale does not know; set '
-      'PYTHONUTF8=1, or name a folder in ASCII'
-    ) from error
 
 
 def _build(

@@ -68,7 +68,7 @@ def run_folder(*unused: str) -> pathlib.Path | None:
       f'{idle[0]} has no effect beside --run={RUN.value}; leave one of them out'
     )
   folder = pathlib.Path(RUN.value)
-  settings.check_name('--run', folder)
+  record.check_name('--run', folder)
   settings.recorded_experiment(folder)
   return folder
 

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.figures.style import STYLE
+from experiments.figures.style import STYLE, save
 
 
 def kv_cache(
@@ -40,7 +40,7 @@ def kv_cache(
       axes.set_axisbelow(True)
     left.invert_yaxis()
     figure.suptitle(title, fontsize=11)
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
 def mla_rank(
@@ -91,7 +91,7 @@ def mla_rank(
     figure.suptitle(
       f'{title}, {seeds} seed{"s" * (seeds > 1)}: median and range', fontsize=11
     )
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
 def _difference(

@@ -8,7 +8,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.figures.style import STYLE
+from experiments.figures.style import STYLE, save
 from mha_jax.analysis.configurator import Choice
 from mha_jax.analysis.costs import cache_bytes, counted
 from mha_jax.analysis.demand import Demand
@@ -59,7 +59,7 @@ def configure_heads(
       f'{demand.batch}, {demand.devices} x {demand.hardware.name}',
       fontsize=11,
     )
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
 def _cache_and_step(shape: ModelShape, demand: Demand) -> tuple[float, float]:

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.figures.style import STYLE
+from experiments.figures.style import STYLE, save
 from mha_jax.analysis import probing
 
 
@@ -52,7 +52,7 @@ def probe_heads(
       f'{title}\nan example: queries down, keys across; darker is more',
       fontsize=10,
     )
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
 def _map(axes: Axes, values: Any, title: str) -> None:
@@ -97,4 +97,4 @@ def prune_heads(
     figure.suptitle(
       f'{title}, {seeds} seed{"s" * (seeds > 1)}: median and range', fontsize=11
     )
-    figure.savefig(path, dpi=150)
+    save(figure, path)

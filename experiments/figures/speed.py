@@ -8,7 +8,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.figures.style import STYLE
+from experiments.figures.style import STYLE, save
 
 
 def benchmark(cases: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
@@ -46,7 +46,7 @@ def benchmark(cases: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
     figure.legend(
       handles, labels, loc='outside lower center', ncols=len(labels)
     )
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
 def _against_length(

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.figures.style import STYLE, legend_above
+from experiments.figures.style import STYLE, legend_above, save
 
 
 def sweep_heads(
@@ -38,7 +38,7 @@ def sweep_heads(
     figure.suptitle(
       f'{title}, {seeds} seed{"s" * (seeds > 1)}: median and range', fontsize=11
     )
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ def study(
       'a seed never gets there\nin the steps given (dashed)',
       fontsize=11,
     )
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
 def _study_panel(

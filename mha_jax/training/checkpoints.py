@@ -34,6 +34,13 @@ Shapes = dict[str, tuple[tuple[int, ...], str]]
 """Shape and dtype of every array, by its path in the state."""
 
 
+class _Misnamed(ValueError):
+  """A checkpoint lies in a folder that is not named by its step."""
+
+  def __init__(self, step: int):
+    super().__init__(f'it is that of step {step}; name it so')
+
+
 class Checkpoints:
   """The last checkpoints of one run, in `<workdir>/checkpoints`.
 
@@ -96,6 +103,7 @@ class Checkpoints:
     )
     wanted = _shapes(like)
     self._damaged = {}
+    misnamed: list[int] = []
     for step in sorted(self._manager.all_steps(), reverse=True):
       folder = self._folder / str(step)
       sound = False
@@ -108,6 +116,8 @@ class Checkpoints:
             f'checkpoint {folder} cannot be read ({_reason(error)})'
           ) from error
         self._damaged[step] = _reason(error)
+        if isinstance(error, _Misnamed):
+          misnamed.append(step)
         continue
       if found != wanted:
         raise RecordError(
@@ -124,6 +134,8 @@ class Checkpoints:
       return state
     if not self._damaged:
       return None
+    if misnamed:  # sound, under its own name
+      raise RecordError(self._described(misnamed[0]))
     newest, *others = self._damaged
     before = 'so are those before it' if others else 'there is none before it'
     raise RecordError(
@@ -140,7 +152,11 @@ class Checkpoints:
       if found != wanted:
         return found, None
       args = ocp.args.StandardRestore(like)
-      return found, self._manager.restore(step, args=args)
+      state = self._manager.restore(step, args=args)
+    of_step = int(getattr(state, 'step', step))
+    if of_step != step:
+      raise _Misnamed(of_step)
+    return found, state
 
   def _described(self, step: int) -> str:
     folder = self._folder / str(step)
@@ -171,7 +187,7 @@ def _check_digests(folder: pathlib.Path, step: int) -> bool:
   except (KeyError, TypeError, ValueError) as error:
     raise ValueError(f'{DIGESTS} is no record') from error
   if of_step != step:
-    raise ValueError(f'it is that of step {of_step}; name it so')
+    raise _Misnamed(of_step)
   now = _digests(folder)
   for name in sorted(before | now):
     if before.get(name) != now.get(name):
@@ -221,7 +237,9 @@ def _reason(error: Exception) -> str:
       return os.strerror(number)
   first = str(error).strip().partition('\n')[0][:200]
   return (
-    first if type(error) is ValueError else f'{type(error).__name__}: {first}'
+    first
+    if type(error) in (ValueError, _Misnamed)
+    else f'{type(error).__name__}: {first}'
   )
 
 

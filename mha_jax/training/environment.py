@@ -41,12 +41,14 @@ MAY_DIFFER = (
   'git_commit',
   'xla_flags',
   'optimized',
+  'jax_disable_jit',
 )
 """What may change the numbers, most often in their last bits, or does not."""
 
 
 def environment() -> dict[str, Any]:
   """Versions, options, devices, command: what is needed to run it again."""
+  config: Any = jax.config
   return {
     'command': [pathlib.Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]],
     'python': platform.python_version(),
@@ -54,7 +56,8 @@ def environment() -> dict[str, Any]:
     'packages': {name: metadata.version(name) for name in PACKAGES},
     'options': options(),
     'xla_flags': os.environ.get('XLA_FLAGS', ''),
-    'optimized': not jax.config.read('jax_disable_most_optimizations'),
+    'optimized': not config.read('jax_disable_most_optimizations'),
+    'jax_disable_jit': config.jax_disable_jit,
     'devices': [device.device_kind for device in jax.devices()],
     'cpus': os.cpu_count(),
     'git_commit': _git_commit(),
@@ -80,16 +83,18 @@ def add_start(workdir: pathlib.Path, **more: Any) -> None:
 def check_same_options(workdir: pathlib.Path) -> None:
   """Holds this start against the last one of the folder; see `OPTIONS`.
 
-  Warns where there was one and env.json, which tells of it, is gone.
+  Warns where there was one and env.json does not tell of its options.
 
   Raises:
     RecordError: JAX's options differ, and the numbers would.
   """
-  if not (workdir / 'env.json').exists() and (workdir / 'checkpoints').exists():
+  starts = _starts(workdir / 'env.json')
+  options_then = starts[-1].get('options') if starts else None
+  if not options_then and (workdir / 'checkpoints').exists():
     warnings.warn(
-      f'workdir={workdir} holds checkpoints but no env.json to tell where they '
-      'were made; if JAX had other options there, numbers do not go on as they '
-      'would have',
+      f'workdir={workdir} holds checkpoints but no env.json to tell under '
+      'which options of JAX they were made; if those were others, numbers do '
+      'not go on as they would have',
       RecordWarning,
       stacklevel=2,
     )

@@ -12,7 +12,7 @@ from mha_jax.decoder import DecoderConfig, DecoderLM
 from mha_jax.tasks import CopyTask
 from mha_jax.training import train
 from mha_jax.training.checkpoints import Checkpoints
-from mha_jax.training.record import RecordError
+from mha_jax.training.record import RecordError, check_name
 
 
 def load_model(workdir: str | pathlib.Path) -> tuple[DecoderLM, Any]:
@@ -28,9 +28,10 @@ def load_model(workdir: str | pathlib.Path) -> tuple[DecoderLM, Any]:
 
   Raises:
     RecordError: the folder holds no run, no checkpoint, or one that cannot be
-      read.
+      read; or its name is no text in this locale.
   """
   workdir = pathlib.Path(workdir)
+  check_name('workdir', workdir)
   path = workdir / 'config.json'
   try:
     saved = json.loads(path.read_text())

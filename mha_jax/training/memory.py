@@ -17,6 +17,14 @@ from mha_jax.attention.choice import LONG_KEYS
 from mha_jax.decoder import DecoderConfig
 from mha_jax.training.train import Experiment, make_optimizer
 
+HEADS = (
+  'model.head_dim',
+  'model.v_head_dim',
+  'model.kv_lora_rank',
+  'model.q_lora_rank',
+  'model.qk_nope_head_dim',
+  'model.qk_rope_head_dim',
+)
 MAKES = {
   'embeddings': ('model.d_model', 'task.vocab_size', 'task.max_len'),
   'layers': (
@@ -24,6 +32,7 @@ MAKES = {
     'model.num_heads',
     'model.mlp_dim',
     'model.num_layers',
+    *HEADS,
   ),
   'activations': (
     'train.batch_size',
@@ -31,6 +40,7 @@ MAKES = {
     'model.d_model',
     'model.mlp_dim',
     'model.num_layers',
+    *HEADS,
   ),
   'attention weights': (
     'train.batch_size',
@@ -41,6 +51,8 @@ MAKES = {
   'logits': ('train.batch_size', 'task.max_len', 'task.vocab_size'),
 }
 """The parts of a step's memory, and what of an experiment makes them large."""
+FIELDS = {'task.max_len': 'task.length', 'task.vocab_size': 'task.num_symbols'}
+"""What to name in place of what many tasks reckon from these fields."""
 CONTAINER_LIMITS = (
   pathlib.Path('/sys/fs/cgroup/memory.max'),
   pathlib.Path('/sys/fs/cgroup/memory/memory.limit_in_bytes'),
@@ -61,7 +73,10 @@ def check(experiment: Experiment, copies: int = 1) -> None:
   if needed <= have:
     return
   part = max(sizes, key=lambda x: sizes[x])
-  values = {x: operator.attrgetter(x)(experiment) for x in MAKES[part]}
+  task = experiment.task
+  own = {x: to for x, to in FIELDS.items() if hasattr(task, to[5:])}
+  names = [own.get(x, x) for x in MAKES[part]]
+  values = {x: operator.attrgetter(x)(experiment) for x in names}
   named = ', '.join(
     f'{name}={value}' for name, value in values.items() if value
   )

@@ -115,11 +115,12 @@ def _sound_up_to(steps: Sequence[int], found: Sequence[int | None]) -> int:
 
 
 def _is_metrics(row: Row | None) -> bool:
-  """Whether a row has a step, and numbers throughout."""
+  """Whether a row has a step, a finite loss, and numbers throughout."""
   return (
     row is not None
     and type(row.get('step')) is int
     and all(type(x) in (int, float) for x in row.values())
+    and abs(row.get('loss', math.nan)) < math.inf
   )
 
 

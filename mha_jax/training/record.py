@@ -13,6 +13,7 @@ import errno
 import fcntl
 import io
 import json
+import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -31,6 +32,23 @@ class RecordError(ValueError):
 
 class RecordWarning(UserWarning):
   """What a folder of records holds can be used, but something is amiss."""
+
+
+def check_name(flag: str, name: str | pathlib.Path) -> None:
+  """Raises a RecordError unless a name is text, as checkpoints need it.
+
+  Args:
+    flag: what gives the name.
+    name: a string, or a path, of which all counts from the root on.
+  """
+  name = str(name.absolute() if isinstance(name, pathlib.Path) else name)
+  try:
+    name.encode()
+  except UnicodeEncodeError as error:
+    raise RecordError(
+      f'{flag}={os.fsencode(name)!r} has letters that this locale does not '
+      'know; set PYTHONUTF8=1, or choose a name in ASCII'
+    ) from error
 
 
 def as_json(config: Any) -> Any:
@@ -98,10 +116,17 @@ def exclusive(workdir: pathlib.Path) -> Iterator[None]:
   """Keeps other processes out of the folder, within the block.
 
   Raises:
-    RecordError: another process is in it.
+    RecordError: another process is in it, or it cannot be written.
   """
-  workdir.mkdir(parents=True, exist_ok=True)
-  with (workdir / '.lock').open('w') as file:
+  try:
+    workdir.mkdir(parents=True, exist_ok=True)
+    lock = (workdir / '.lock').open('w')
+  except OSError as error:
+    raise RecordError(
+      f'workdir={workdir} cannot be written ({error.strerror}); mend that, or '
+      'choose another --workdir'
+    ) from error
+  with lock as file:
     try:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

@@ -21,7 +21,7 @@ from mha_jax.training import environment, memory, train
 from mha_jax.training.checkpoints import Checkpoints
 from mha_jax.training.metrics import Recorder
 from mha_jax.training.progress import ProgressBar
-from mha_jax.training.record import claim, exclusive
+from mha_jax.training.record import check_name, claim, exclusive
 from mha_jax.training.signals import StopRequest, stop_on_signal
 
 
@@ -64,6 +64,7 @@ def run(
     FloatingPointError: the loss is not finite; the checkpoints before stay.
   """
   memory.check(experiment)
+  check_name('workdir', workdir)
   key = jax.random.key(experiment.train.seed)
   init = functools.partial(train.init, experiment)
   with contextlib.ExitStack() as stack:

@@ -194,6 +194,7 @@ def loss_and_accuracy(
     logits, batch.targets
   )
   hits = jnp.argmax(logits, axis=-1) == batch.targets
+  hits = hits.astype(batch.weights.dtype)
   loss = batch.mean(losses)
   return loss, {'loss': loss, 'accuracy': batch.mean(hits)}
 
@@ -209,12 +210,14 @@ def train_step(
     functools.partial(loss_and_accuracy, experiment), has_aux=True
   )
   grads, metrics = grad_fn(state.params, batch, dropout_key)
-  updates, opt_state = make_optimizer(experiment).update(
-    grads, state.opt_state, state.params
-  )
-  params = optax.apply_updates(state.params, updates)
-  metrics['grad_norm'] = optax.tree.norm(grads)
-  metrics['learning_rate'] = jnp.asarray(make_schedule(experiment)(state.step))
+  with jax.numpy_dtype_promotion('standard'):  # optax mixes dtypes
+    updates, opt_state = make_optimizer(experiment).update(
+      grads, state.opt_state, state.params
+    )
+    params = optax.apply_updates(state.params, updates)
+    metrics['grad_norm'] = optax.tree.norm(grads)
+    rate = make_schedule(experiment)(state.step)
+  metrics['learning_rate'] = jnp.asarray(rate)
   return TrainState(state.step + 1, params, opt_state), metrics
 
 

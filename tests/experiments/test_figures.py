@@ -10,7 +10,8 @@ from absl.testing import parameterized
 from matplotlib.figure import Figure
 
 from experiments import reports
-from experiments.figures import sweeps
+from experiments.figures import style, sweeps
+from mha_jax.training import record
 
 STEPS = 30
 
@@ -115,3 +116,14 @@ class SweepHeadsTest(parameterized.TestCase):
     _, _, _, speed = self.draw(FAST, SLOW)
     self.assertNotIn('^', [line.get_marker() for line in speed.get_lines()])
     self.assertIsNone(speed.get_legend())
+
+  def test_no_room(self):
+    """The file is named."""
+    error = OSError(28, 'No space left on device')
+    with (
+      mock.patch.object(Figure, 'savefig', side_effect=error),
+      self.assertRaisesRegex(
+        record.RecordError, r'figure.png cannot be written \(No space left'
+      ),
+    ):
+      style.save(Figure(), self.path)

@@ -133,6 +133,15 @@ class NamesTest(parameterized.TestCase):
       self.assertEqual(result.code, 2)
       self.assertIn('--config.name= is empty', result.err)
 
+  def test_a_name_that_is_no_text(self):
+    """As a locale of ASCII gives it, too long for a folder or not."""
+    name = ('Ü' * 80).encode().decode('ascii', 'surrogateescape')
+    for given in (name, name[:2]):
+      result = scripts.call(train, TINY, f'--config.name={given}')
+      self.assertEqual((result.code, result.err.count('\n')), (2, 1))
+      self.assertIn(r"--config.name=b'\xc3\x9c", result.err)
+      self.assertIn('PYTHONUTF8=1', result.err)
+
 
 class KeptTest(parameterized.TestCase):
   def setUp(self):

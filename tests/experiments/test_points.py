@@ -127,7 +127,7 @@ class RowsTest(parameterized.TestCase):
     self.numbers = {
       'params': 7,
       'steps_per_s': 2.5,
-      'final_loss': [0.1, float('nan')],
+      'final_loss': [0.1, 0.3],
       'final_accuracy': [1, 0.9],
       'loss': curve,
       'accuracy': curve,
@@ -152,7 +152,15 @@ class RowsTest(parameterized.TestCase):
   @parameterized.parameters(
     {'params': None},
     {'params': 7.5},
+    {'params': 0},
     {'steps_per_s': 'fast'},
+    {'steps_per_s': 0.0},
+    {'steps_per_s': float('inf')},
+    {'config': None},
+    {'config': {}},
+    {'config': {'task': None}},
+    {'final_loss': [0.1, float('nan')]},
+    {'final_accuracy': [float('inf'), 1]},
     {'final_loss': []},
     {'final_loss': [0.1]},
     {'final_loss': [0.1, None]},
@@ -169,6 +177,25 @@ class RowsTest(parameterized.TestCase):
     path.write_text(json.dumps(row | changes) + '\n')
     self.assertEqual(str(self.train(self.numbers)), str([row]))
     self.assertEqual(path.read_text(), json.dumps(row) + '\n')
+
+  def test_without_a_config(self):
+    (row,) = self.train(self.numbers)
+    del row['config']
+    (self.workdir / 'results.jsonl').write_text(json.dumps(row) + '\n')
+    self.assertIn('config', self.train(self.numbers)[0])
+
+  def test_a_text_elsewhere(self):
+    """Its row is that of the same text."""
+    config = text.get_config('tiny')
+    for name in ('a', 'b'):
+      path = self.workdir / name
+      path.write_text('x' * 3000)
+      config.task.path = str(path)
+      self.point = points.Point(experiment_from(config), (3, 4), 'a', {})
+      curve = [[0.5] * self.point.experiment.train.steps] * 2
+      numbers = self.numbers | {'loss': curve, 'accuracy': curve}
+      (row,) = self.train(*[numbers] * (name == 'a'))
+      self.assertEqual(row['config']['task']['path'], str(self.workdir / 'a'))
 
   def test_another_version(self):
     """Its rows are taken, with a warning."""

@@ -19,6 +19,7 @@ from experiments.settings import experiment_from
 from mha_jax.decoder import DecoderConfig
 from mha_jax.tasks import CopyTask, InductionTask, RecallTask, Task
 from mha_jax.training import record
+from mha_jax.training.loading import load_model
 from mha_jax.training.train import OptimizerConfig, TrainConfig
 
 
@@ -220,6 +221,15 @@ class OwnTaskTest(parameterized.TestCase):
     self.assertEqual((task.separators, task.token_text(3)), ((), '3'))
     self.assertEqual(task.symbols, tuple(range(7)))
 
+  def test_a_vocabulary_past_memory(self):
+    """Is refused before a token of it is made."""
+    config = copy_task.get_config('tiny')
+    config.task.num_symbols = 10**9
+    with mock.patch.object(CopyTask, 'symbols', property(self.fail)):
+      experiment = experiment_from(config)
+      with self.assertRaisesRegex(ValueError, '--config: .*embeddings, by'):
+        settings.check_memory(experiment)
+
   @parameterized.parameters(
     ('nowhere:Task', "kind='nowhere:Task' cannot be imported .*'nowhere'"),
     ('own_tasks:Missing', "own_tasks:Missing' cannot be imported"),
@@ -271,8 +281,14 @@ class LocaleTest(parameterized.TestCase):
     """A name that the locale could not read, as Python then holds it."""
     folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
     for name in ('größe', '文'):
-      settings.check_name('--workdir', pathlib.Path(name))
+      record.check_name('--workdir', pathlib.Path(name))
       garbled = name.encode().decode('ascii', 'surrogateescape')
       with self.assertRaisesRegex(ValueError, '--workdir=.*PYTHONUTF8=1'):
-        settings.check_name('--workdir', folder / garbled)
+        record.check_name('--workdir', folder / garbled)
+      with self.assertRaisesRegex(
+        ValueError, r"--config.name=b'[^/]*' has letters"
+      ):
+        record.check_name('--config.name', garbled)
+      with self.assertRaisesRegex(ValueError, 'workdir=.*PYTHONUTF8=1'):
+        load_model(folder / garbled)
     self.assertEqual([*folder.iterdir()], [])

@@ -14,6 +14,7 @@ from absl.testing import parameterized
 
 from mha_jax.training.checkpoints import Checkpoints
 from mha_jax.training.record import RecordError, RecordWarning
+from mha_jax.training.train import TrainState
 
 
 def state(value: float) -> dict:
@@ -158,6 +159,34 @@ class DamageTest(CheckpointsTestCase):
     self.assertEqual(self.steps(), {'10', '20', '999'})
     checkpoints.save(30, state(3))
     self.assertEqual(self.steps(), {'20', '30'})
+
+  def test_only_under_another_step(self):
+    """Its name is the remedy, and nothing is to be removed."""
+    shutil.rmtree(self.folder / '10')
+    (self.folder / '20').rename(self.folder / '30')
+    with self.assertRaisesRegex(RecordError, '30 is .* of step 20; name it so'):
+      self.open().restore(state(0))
+    (self.folder / '30').rename(self.folder / '20')
+    oracles.assert_same_bits(self.open().restore(state(0)), state(2))
+
+  def test_under_another_step_without_digests(self):
+    """The state itself tells its step."""
+    shutil.rmtree(self.folder)
+    made, like = (
+      TrainState(jnp.asarray(x, jnp.int32), jnp.full(3, 1.5), ())
+      for x in (5, 0)
+    )
+    self.open().save(5, made)
+    (self.folder / '5' / 'digests.json').unlink()
+    shutil.copytree(self.folder / '5', self.folder / '999')
+    with self.assertWarnsRegex(
+      RecordWarning, '999 is .* of step 5; name it so.; going on from step 5'
+    ):
+      found = self.open().restore(like)
+    self.assertEqual(int(found.step), 5)
+    shutil.rmtree(self.folder / '5')
+    with self.assertRaisesRegex(RecordError, '999 is .* of step 5; name it so'):
+      self.open().restore(like)
 
   def test_an_empty_folder(self):
     (self.folder / '30').mkdir()

@@ -106,6 +106,7 @@ class ChangesTest(EnvironmentTestCase):
     ({'cpus': 7777}, 'cpus: 7777 -> '),
     ({'git_commit': 'abc'}, 'git_commit: abc -> '),
     ({'xla_flags': '--x=y'}, 'xla_flags: --x=y -> '),
+    ({'jax_disable_jit': True}, 'jax_disable_jit: True -> False'),
   )
   def test_others(self, changes, message):
     """Versions and machines are told in a line; options are as before."""
@@ -124,5 +125,16 @@ class ChangesTest(EnvironmentTestCase):
     self.path.unlink()
     environment.check_same_options(self.workdir)
     (self.workdir / 'checkpoints').mkdir()
+    with self.assertWarnsRegex(record.RecordWarning, 'no env.json to tell'):
+      environment.check_same_options(self.workdir)
+
+  @parameterized.parameters(
+    '[]', '[{"options": null}]', '{"step": 1}', '[{"options": {}}, {}]'
+  )
+  def test_a_start_without_options(self, text):
+    """Tells as little as no file."""
+    (self.workdir / 'checkpoints').mkdir()
+    environment.check_same_options(self.workdir)
+    self.path.write_text(text)
     with self.assertWarnsRegex(record.RecordWarning, 'no env.json to tell'):
       environment.check_same_options(self.workdir)

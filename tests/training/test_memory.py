@@ -15,8 +15,10 @@ from mha_jax.training import memory, train
 from mha_jax.training.train import Experiment, OptimizerConfig, TrainConfig
 
 
-def make(length: int = 7, batch_size: int = 5, **model) -> Experiment:
-  task = CopyTask(length=length, num_symbols=11)
+def make(
+  length: int = 7, batch_size: int = 5, num_symbols: int = 11, **model
+) -> Experiment:
+  task = CopyTask(length=length, num_symbols=num_symbols)
   sizes = {'vocab_size': task.vocab_size, 'max_len': task.max_len}
   return Experiment(
     DecoderConfig(**sizes, **({'d_model': 24, 'num_heads': 3} | model)),
@@ -82,7 +84,16 @@ class CheckTest(parameterized.TestCase):
     ({'d_model': 24 * 2**17}, 'layers, by model.d_model=3145728, model.num_h'),
     ({'batch_size': 10**9}, 'are activations, by train.batch_size=1000000000'),
     ({'length': 500, 'batch_size': 10**6}, 'are attention weights, by train.b'),
-    ({'length': 10**8}, 'are activations, by train.batch_size=5, task.max_len'),
+    (
+      {'length': 10**8},
+      'are activations, by train.batch_size=5, task.length=100000000',
+    ),
+    ({'head_dim': 10**9}, 'are .*, model.head_dim=1000000000: choose'),
+    (
+      {'attention': 'mla', 'kv_lora_rank': 10**9},
+      'are .*, model.kv_lora_rank=1000000000: choose',
+    ),
+    ({'num_symbols': 10**9}, 'embeddings, by .*, task.num_symbols=1000000000'),
     ({'mlp_dim': 2**31 - 1}, 'layers, by .* model.mlp_dim=2147483647'),
   )
   def test_refused(self, sizes, message):

@@ -117,6 +117,21 @@ class ResumeTest(MetricsTestCase):
       'no line of step 20; no metrics in line 2;',
       10,
     ),
+    (
+      lines(10) + '{"step": 20, "accuracy": 0.5}\n' + lines(30),
+      'no line of step 20; no metrics in line 2;',
+      10,
+    ),
+    (
+      lines(10) + '{"step": 20, "loss": NaN}\n' + lines(30),
+      'no line of step 20; no metrics in line 2;',
+      10,
+    ),
+    (
+      lines(10, 20) + '{"step": 30, "loss": -Infinity}\n',
+      'no line of step 30;',
+      20,
+    ),
     (lines(10) + 'junk\n' + lines(20, 30), 'no metrics in line 2;', 10),
   )
   def test_lines_up_to_it(self, text, told, sound):

@@ -120,3 +120,17 @@ class FolderTest(RecordTestCase):
       pass
     with record.exclusive(self.workdir):
       pass
+
+  def test_a_folder_that_cannot_be_written(self):
+    """One line with the folder and the remedy; its own errors stay."""
+    message = r'workdir=.*x cannot be written \(Read-only.* --workdir'
+    for name in ('open', 'mkdir'):
+      error = OSError(30, 'Read-only file system')
+      with (
+        mock.patch.object(pathlib.Path, name, side_effect=error),
+        self.assertRaisesRegex(record.RecordError, message),
+        record.exclusive(self.workdir),
+      ):
+        self.fail('it was entered')
+    with self.assertRaises(FileNotFoundError), record.exclusive(self.workdir):
+      (self.workdir / 'absent').read_text()

@@ -201,6 +201,21 @@ class KeyedTask:
     return TASK.sample(key, batch_size)
 
 
+class PromotionTest(parameterized.TestCase):
+  def test_strict(self):
+    """No dtype is promoted unasked; optax is left to itself."""
+    init = functools.partial(train.init, BASE)
+    key = jax.random.key(0)
+    with jax.numpy_dtype_promotion('strict'):
+      state = jax.eval_shape(init, key)
+      step = functools.partial(train.train_step, BASE)
+      after, metrics = jax.eval_shape(step, key, state)
+      evaluate = functools.partial(train.evaluate, BASE)
+      jax.eval_shape(evaluate, key, state.params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
+    self.assertEqual({str(x.dtype) for x in metrics.values()}, {'float32'})
+
+
 class RandomnessTest(parameterized.TestCase):
   """Which keys the batches and dropout get; the model is left out."""
 
