@@ -164,7 +164,9 @@ class DamageTest(CheckpointsTestCase):
     """Its name is the remedy, and nothing is to be removed."""
     shutil.rmtree(self.folder / '10')
     (self.folder / '20').rename(self.folder / '30')
-    with self.assertRaisesRegex(RecordError, '30 is .* of step 20; name it so'):
+    with self.assertRaisesRegex(
+      RecordError, r'30 is .* of step 20; name it so\)$'
+    ):
       self.open().restore(state(0))
     (self.folder / '30').rename(self.folder / '20')
     oracles.assert_same_bits(self.open().restore(state(0)), state(2))
