@@ -31,7 +31,7 @@ from typing import Any
 
 from ml_collections import ConfigDict, config_dict
 
-from mha_jax.analysis.published import published
+from mha_jax.analysis.costs.published import published
 from mha_jax.attention import LatentConfig
 
 PUBLISHED = (

@@ -28,15 +28,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from experiments import (
+from experiments.figures import speed
+from experiments.harness import (
   command_line,
   folders,
   printing,
-  reports,
   settings,
   timing,
 )
-from experiments.figures import speed
+from experiments.reports import head_counts
 from experiments.suites.case import HAS_TORCH, Case, Run
 from mha_jax.attention import checks
 from mha_jax.training import record
@@ -212,7 +212,7 @@ def report(rows: list[dict[str, Any]], chosen: Settings) -> None:
   csv_path = chosen.workdir / 'results.csv'
   same = {k: x for k, x in chosen.config.to_dict().items() if k not in OPEN}
   table = [
-    {n: row.get(n) for n in names} | reports.fields(same) for row in flat
+    {n: row.get(n) for n in names} | head_counts.fields(same) for row in flat
   ]
   record.write_csv(csv_path, table)
   texts.append(f'recorded in {chosen.workdir}')

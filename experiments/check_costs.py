@@ -23,16 +23,16 @@ from ml_collections import ConfigDict
 from rich import box
 from rich.table import Table
 
-from experiments import (
+from experiments.harness import (
   command_line,
   folders,
   printing,
-  reports,
   settings,
   timing,
 )
+from experiments.reports import head_counts
 from experiments.suites.case import Run
-from mha_jax.analysis import hardware, model_shape, roofline
+from mha_jax.analysis.costs import decoder_shape, hardware, roofline
 from mha_jax.attention import checks
 from mha_jax.decoder import DecoderConfig, DecoderLM
 from mha_jax.training import record
@@ -105,7 +105,7 @@ def models_of(config: ConfigDict) -> dict[str, DecoderConfig]:
 def main(chosen: Settings) -> int:
   with folders.kept(chosen.workdir, chosen.asked):
     rows, words = measure(chosen)
-    fields = reports.fields(chosen.config.to_dict())
+    fields = head_counts.fields(chosen.config.to_dict())
     table = [row | fields for row in rows]
     record.write_csv(chosen.workdir / 'results.csv', table)
   printing.show(words, _table(rows), f'recorded in {chosen.workdir}')
@@ -122,7 +122,7 @@ def measure(chosen: Settings) -> tuple[list[dict[str, Any]], str]:
   assert seconds is not None  # nothing asks it to stop
   rows: list[dict[str, Any]] = []
   for name, model in chosen.models.items():
-    shape = model_shape.decoder_shape(model)
+    shape = decoder_shape(model)
     step = roofline.decode_step(shape, place, length + 1, batch)
     measured = statistics.median(seconds[name])
     row = {'model': name, 'predicted': step.seconds, 'measured': measured}

@@ -25,25 +25,17 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict
 
-from experiments import (
-  command_line,
-  folders,
-  model_costs,
-  printing,
-  recommendation,
-  settings,
-)
 from experiments.figures import configurator
-from mha_jax.analysis import advice, costs
-from mha_jax.analysis.comparison import closest
-from mha_jax.analysis.configurator import (
-  Choice,
-  choose,
-)
-from mha_jax.analysis.demand import OBJECTIVES, Demand
-from mha_jax.analysis.hardware import HARDWARE, hardware
-from mha_jax.analysis.published import PUBLISHED, Published, published
-from mha_jax.analysis.roofline import SPLITS
+from experiments.harness import command_line, folders, printing, settings
+from experiments.reports import model_costs, recommendation
+from mha_jax.analysis import costs
+from mha_jax.analysis.configurator import advice
+from mha_jax.analysis.configurator.choice import Choice, choose
+from mha_jax.analysis.configurator.comparison import closest
+from mha_jax.analysis.configurator.demand import OBJECTIVES, Demand
+from mha_jax.analysis.costs.hardware import HARDWARE, hardware
+from mha_jax.analysis.costs.published import PUBLISHED, Published, published
+from mha_jax.analysis.costs.roofline import SPLITS
 from mha_jax.training import record
 
 OVERRIDES: dict[str, Any] = {

@@ -28,8 +28,9 @@ from ml_collections import ConfigDict
 from rich import box
 from rich.table import Table
 
-from experiments import command_line, folders, printing, reports, settings
 from experiments.figures import caches
+from experiments.harness import command_line, folders, printing, settings
+from experiments.reports import head_counts
 from mha_jax.attention import (
   AttentionConfig,
   Rope,
@@ -251,7 +252,7 @@ def report(chosen: Settings, rows: list[dict[str, Any]]) -> None:
       f'1/{1 / row["cache_share"]:.4g}',
       *([f'{row["tokens_per_s"]:,.0f}'] if measured else []),
     )
-  rows = [row | reports.fields(config.to_dict()) for row in rows]
+  rows = [row | head_counts.fields(config.to_dict()) for row in rows]
   record.write_csv(chosen.workdir / 'results.csv', rows)
   lines = ''.join(json.dumps(row) + '\n' for row in rows)
   record.write_text(chosen.workdir / 'results.jsonl', lines)

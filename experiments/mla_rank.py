@@ -27,9 +27,9 @@ from ml_collections import ConfigDict
 from rich import box
 from rich.table import Table
 
-from experiments import command_line, folders, printing, reports, settings
 from experiments.figures import caches
-from experiments.points import (
+from experiments.harness import command_line, folders, printing, settings
+from experiments.harness.points import (
   EQUAL_PARAMS,
   SEEDS,
   Point,
@@ -37,6 +37,7 @@ from experiments.points import (
   equal_params,
   train_points,
 )
+from experiments.reports import head_counts
 from mha_jax.attention import checks
 from mha_jax.training import record
 
@@ -168,10 +169,10 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
     names = ('variant', 'rotary', 'rank', 'params', 'cache_elements')
     line = {name: row[name] for name in names} | {'seeds': len(row['seeds'])}
     line['cache_share'] = row['cache_elements'] / mha['cache_elements']
-    line |= reports.spread('bits', bits.tolist())
+    line |= head_counts.spread('bits', bits.tolist())
     line['perplexity'] = 2 ** line['bits_median']
-    line |= reports.spread('difference', (bits - reference).tolist())
-    lines.append(line | reports.fields(row['config']))
+    line |= head_counts.spread('difference', (bits - reference).tolist())
+    lines.append(line | head_counts.fields(row['config']))
   return lines
 
 
@@ -211,7 +212,7 @@ def answer(lines: Sequence[dict[str, Any]]) -> str:
     held = best['difference_max'] <= 1
     parts.append(
       f'at r = {best["rank"]} it is {best["cache_share"]:.3g} of it, and the '
-      f'loss {reports.median_range(best, "difference", "+.3f")} bits from '
+      f'loss {head_counts.median_range(best, "difference", "+.3f")} bits from '
       f"MHA's, which is {'within' if held else 'not within'} 1 bit."
     )
   else:
@@ -246,7 +247,7 @@ def _table(lines: Sequence[dict[str, Any]]) -> Table:
       f'{x["cache_share"]:.2g}',
       f'{x["bits_median"]:.3f}',
       f'{x["perplexity"]:.2f}',
-      reports.median_range(x, 'difference', '+.3f', '\n'),
+      head_counts.median_range(x, 'difference', '+.3f', '\n'),
     )
   return table
 

@@ -26,9 +26,15 @@ from ml_collections import ConfigDict
 from rich import box
 from rich.table import Table
 
-from experiments import command_line, folders, printing, settings, trained
 from experiments.figures import heads as heads_figures
-from experiments.trained import BATCH_SIZE
+from experiments.harness import (
+  command_line,
+  folders,
+  printing,
+  settings,
+  trained,
+)
+from experiments.harness.trained import BATCH_SIZE
 from mha_jax.analysis import page, probing, pruning
 from mha_jax.tasks import Batch
 from mha_jax.training import record

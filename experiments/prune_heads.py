@@ -24,18 +24,18 @@ from ml_collections import ConfigDict
 from rich import box
 from rich.table import Table
 
-from experiments import (
+from experiments.figures import heads as heads_figures
+from experiments.harness import (
   command_line,
   folders,
   printing,
-  reports,
   settings,
   timing,
   trained,
 )
-from experiments.figures import heads as heads_figures
+from experiments.harness.trained import BATCH_SIZE
+from experiments.reports import head_counts
 from experiments.suites.case import compiled
-from experiments.trained import BATCH_SIZE
 from mha_jax.analysis import pruning
 from mha_jax.attention import checks
 from mha_jax.decoder import DecoderConfig, DecoderLM
@@ -220,8 +220,8 @@ def _curve_table(curves: list[dict[str, Any]]) -> Table:
         for row in curves
         if row['gone'] == gone and row['order'] == name
       ]
-      spread = reports.spread('loss', losses)
-      cells.append(reports.median_range(spread, 'loss', '.3f'))
+      spread = head_counts.spread('loss', losses)
+      cells.append(head_counts.median_range(spread, 'loss', '.3f'))
     table.add_row(str(gone), *cells)
   return table
 

@@ -26,9 +26,9 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict
 
-from experiments import command_line, folders, printing, reports, settings
 from experiments.figures import sweeps
-from experiments.points import (
+from experiments.harness import command_line, folders, printing, settings
+from experiments.harness.points import (
   EQUAL_PARAMS,
   SEEDS,
   Point,
@@ -36,6 +36,7 @@ from experiments.points import (
   equal_params,
   train_points,
 )
+from experiments.reports import head_counts
 from mha_jax.attention import checks
 from mha_jax.tasks import CopyTask
 from mha_jax.training import record, train
@@ -209,16 +210,18 @@ def report(rows: list[Row], chosen: Settings) -> None:
     own = [next(left) for _ in sweep.points]
     finished = [row for row in own if row['status'] == 'finished']
     failed = [row for row in own if row['status'] == 'failed']
-    summaries = [reports.summarise(row, chosen.threshold) for row in finished]
+    summaries = [
+      head_counts.summarise(row, chosen.threshold) for row in finished
+    ]
     texts += [f'{sweep.panel}, {sweep.label}'] * bool(sweep.label)
-    texts.append(reports.table(summaries, failed, chosen.threshold))
+    texts.append(head_counts.table(summaries, failed, chosen.threshold))
     texts += [f'n_heads={x["n_heads"]} failed: {x["error"]}' for x in failed]
     if finished:
-      texts.append(reports.verdict(summaries, chosen.threshold))
+      texts.append(head_counts.verdict(summaries, chosen.threshold))
       curves.append(sweeps.Curve(sweep.panel, sweep.label, summaries))
     name = {'panel': sweep.panel, 'curve': sweep.label} if STUDY.value else {}
     for row, line in zip(finished, summaries, strict=True):
-      table.append(name | line | reports.fields(row['config']))
+      table.append(name | line | head_counts.fields(row['config']))
   if table:
     figure = chosen.workdir / 'sweep_heads.png'
     record.write_csv(chosen.workdir / 'results.csv', table)

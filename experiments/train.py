@@ -15,7 +15,7 @@ import pathlib
 
 from absl import flags
 
-from experiments import command_line, folders, settings
+from experiments.harness import command_line, folders, settings
 from mha_jax.training import metrics, record
 from mha_jax.training.run import run
 from mha_jax.training.train import Experiment

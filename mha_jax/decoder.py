@@ -22,14 +22,14 @@ import mha_jax.linen as mha
 from mha_jax.attention import (
   AttentionConfig,
   Rope,
-  calls,
   checks,
   init_cache,
+  layer_inputs,
   masks,
   variants,
 )
-from mha_jax.attention.arguments import as_positions
 from mha_jax.attention.caches import Cache, check_cache
+from mha_jax.attention.checks import as_positions
 from mha_jax.attention.dtypes import wide_dtype
 from mha_jax.generation import generate
 
@@ -292,7 +292,7 @@ class DecoderLM(nn.Module):
         raise ValueError('input_positions come from the cache; leave them None')
       _check_layers(config, cache, b)
       if valid is not None:
-        valid = calls.check_valid(valid, (b, t))
+        valid = layer_inputs.check_valid(valid, (b, t))
         tokens = jnp.where(valid, tokens, 0)  # whatever stands there
     input_positions = as_positions(
       'input_positions', input_positions, (b, t), (1, t), (t,)

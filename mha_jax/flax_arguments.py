@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import mha_jax.flax_serialization  # noqa: F401  registers caches and masks
-from mha_jax.attention import Dropout, batching, calls, checks, masks
+from mha_jax.attention import Dropout, checks, layer_inputs, masks, shapes
 from mha_jax.attention.dot_product import dot_product_attention
 from mha_jax.attention.dtypes import compute_dtype, matmul_precision
 from mha_jax.attention.projections import Initializer, Row
@@ -155,7 +155,7 @@ def widths(inputs_q: Any, inputs_k: Any, inputs_v: Any) -> tuple[int, int, int]:
   Raises:
     ValueError: an input has fewer than two dimensions, or is a mask.
   """
-  calls.check_no_mask(inputs_q, inputs_k, inputs_v)
+  layer_inputs.check_no_mask(inputs_q, inputs_k, inputs_v)
   inputs_k = inputs_q if inputs_k is None else inputs_k
   inputs_v = inputs_k if inputs_v is None else inputs_v
   found = []
@@ -269,7 +269,7 @@ def attention(
     )
   allowed = masks.all_of(
     *(
-      batching.fold('mask', masks.from_numbers(x), batch)
+      shapes.fold('mask', masks.from_numbers(x), batch)
       for x in (mask, and_mask)
     )
   )

@@ -15,20 +15,21 @@ import jax
 import jax.numpy as jnp
 from flax import serialization
 
-from mha_jax.attention import caches, mask_algebra, masks
+from mha_jax.attention import caches
+from mha_jax.attention.masks import algebra, kinds
 
 KINDS = (
   caches.KVCache,
   caches.LatentCache,
   caches.WindowCache,
   caches.StaticCache,
-  masks.Causal,
-  masks.Window,
-  masks.Lengths,
-  masks.Segments,
-  mask_algebra.Dense,
-  mask_algebra.And,
-  mask_algebra.Or,
+  kinds.Causal,
+  kinds.Window,
+  kinds.Lengths,
+  kinds.Segments,
+  algebra.Dense,
+  algebra.And,
+  algebra.Or,
 )
 
 

@@ -31,11 +31,11 @@ from mha_jax.attention import (
   Rope,
   StaticCache,
   apply,
-  batching,
   checks,
   init_cache,
   keys_values,
   masks,
+  shapes,
   variants,
 )
 from mha_jax.attention.caches import Cache
@@ -238,7 +238,7 @@ class Attention(nnx.Module):
     mask = masks.from_numbers(mask)
     if is_causal:
       mask = masks.all_of(
-        masks.causal(), batching.fold('mask', mask, np.shape(inputs_q)[:-2])
+        masks.causal(), shapes.fold('mask', mask, np.shape(inputs_q)[:-2])
       )
     out = apply(
       self.config,

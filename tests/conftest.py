@@ -75,7 +75,7 @@ def full_compile() -> Iterator[None]:
 @pytest.fixture(scope='session', autouse=True)
 def small_blocks() -> Iterator[None]:
   """Blocks of 3 queries and 4 keys, so that small inputs have many."""
-  from mha_jax.attention import block_pairs  # not before the hook above
+  from mha_jax.attention.one_head import block_pairs
 
   whole = block_pairs.block_sizes
 

@@ -14,9 +14,9 @@ import compiling
 from absl import flags
 from absl.testing import flagsaver
 
-from experiments import command_line
+from experiments.harness import command_line
 
-ROOT = pathlib.Path(command_line.__file__).parents[1]
+ROOT = pathlib.Path(command_line.__file__).parents[2]
 TINY = '--config=configs/copy_task.py:tiny'
 
 

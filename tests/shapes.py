@@ -1,6 +1,6 @@
 """Attention configs and shapes that tests of costs are about."""
 
-from mha_jax.analysis.model_shape import stack
+from mha_jax.analysis.costs.shape import stack
 from mha_jax.attention import GroupedConfig, LatentConfig
 
 

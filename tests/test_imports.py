@@ -18,7 +18,7 @@ import mha_jax
 
 ROOT = pathlib.Path(mha_jax.__file__).parent
 CORE = sorted(
-  path.relative_to(ROOT).as_posix() for path in ROOT.glob('attention/*.py')
+  path.relative_to(ROOT).as_posix() for path in ROOT.glob('attention/**/*.py')
 )
 HEAVY = ('matplotlib', 'orbax', 'optax', 'ml_collections', 'rich', 'torch')
 SHARED = (

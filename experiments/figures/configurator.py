@@ -9,14 +9,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.figures.style import STYLE, save
-from mha_jax.analysis.configurator import Choice
-from mha_jax.analysis.costs import cache_bytes, counted
-from mha_jax.analysis.demand import Demand
-from mha_jax.analysis.model_shape import ModelShape
-from mha_jax.analysis.published import Published
-from mha_jax.analysis.quality import MQA_LOSS, quality
-from mha_jax.analysis.roofline import decode_step
-from mha_jax.analysis.rules import Costed
+from mha_jax.analysis.configurator.choice import Choice
+from mha_jax.analysis.configurator.demand import Demand
+from mha_jax.analysis.configurator.quality import MQA_LOSS, quality
+from mha_jax.analysis.configurator.rules import Costed
+from mha_jax.analysis.costs.counts import cache_bytes, counted
+from mha_jax.analysis.costs.published import Published
+from mha_jax.analysis.costs.roofline import decode_step
+from mha_jax.analysis.costs.shape import ModelShape
 
 
 def configure_heads(

@@ -9,7 +9,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 import mha_jax
-from experiments import command_line
+from experiments.harness import command_line
 from experiments.suites.case import (
   HAS_TORCH,
   Case,

@@ -16,7 +16,7 @@ import optax
 from flax import nnx
 from ml_collections import ConfigDict
 
-from experiments import command_line
+from experiments.harness import command_line
 from experiments.suites.case import Case, Run
 from mha_jax.decoder import DecoderConfig, DecoderLM
 

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 import mha_jax.linen
 import mha_jax.nnx
-from experiments import command_line
+from experiments.harness import command_line
 from experiments.suites.case import (
   HAS_TORCH,
   Case,

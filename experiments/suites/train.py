@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 from ml_collections import ConfigDict
 
-from experiments import command_line
+from experiments.harness import command_line
 from experiments.suites.case import HAS_TORCH, Case, Run, torch_tensors
 from experiments.suites.decoder import NnxDecoder
 from mha_jax.decoder import DecoderConfig

@@ -12,28 +12,28 @@ from mha_jax.attention.caches import (
   WindowCache,
   init_cache,
 )
-from mha_jax.attention.config import AttentionConfig
-from mha_jax.attention.dropout import Dropout
-from mha_jax.attention.exact import attend
-from mha_jax.attention.grouped import GroupedConfig
 from mha_jax.attention.heads import implementation_of, multihead_attention
-from mha_jax.attention.latent import LatentConfig
 from mha_jax.attention.layer import apply, keys_values
-from mha_jax.attention.masks import Mask
-from mha_jax.attention.norms import Norm
+from mha_jax.attention.masks.kinds import Mask
+from mha_jax.attention.one_head.dropout import Dropout
+from mha_jax.attention.one_head.exact import attend
+from mha_jax.attention.positions.rope import Rope, layout_permutation
+from mha_jax.attention.positions.scaling import (
+  LinearScaling,
+  Llama3Scaling,
+  YarnScaling,
+)
 from mha_jax.attention.projections import (
+  Norm,
   Projection,
   Row,
   init_table,
   num_params,
 )
-from mha_jax.attention.rope import Rope, layout_permutation
-from mha_jax.attention.rope_scaling import (
-  LinearScaling,
-  Llama3Scaling,
-  YarnScaling,
-)
-from mha_jax.attention.tied import TiedConfig
+from mha_jax.attention.variants.config import AttentionConfig
+from mha_jax.attention.variants.grouped import GroupedConfig
+from mha_jax.attention.variants.latent import LatentConfig
+from mha_jax.attention.variants.tied import TiedConfig
 
 __all__ = [
   'AttentionConfig',

@@ -24,11 +24,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from mha_jax.attention import checks
-from mha_jax.attention.config import AttentionConfig
 from mha_jax.attention.dtypes import compute_dtype
 from mha_jax.attention.notation import Array
 from mha_jax.attention.pytrees import pytree
 from mha_jax.attention.sharded_rows import rows_alike
+from mha_jax.attention.variants.config import AttentionConfig
 
 Entries = tuple[Array, ...]
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from mha_jax.attention import batching, heads, masks
+from mha_jax.attention import heads, masks, shapes
 from mha_jax.attention.notation import Array
 
 IMPLEMENTATIONS = {'xla': 'exact'}
@@ -79,7 +79,7 @@ def dot_product_attention(
   batch, t, s = q.shape[:-3], q.shape[-3], k.shape[-3]
   lengths = (key_value_seq_lengths, query_seq_lengths)
   mask = masks.all_of(
-    batching.fold('mask', mask, batch),
+    shapes.fold('mask', mask, batch),
     masks.causal() if is_causal else None,
     masks.lengths(*lengths) if any(x is not None for x in lengths) else None,
     _window(local_window_size),
@@ -87,13 +87,13 @@ def dot_product_attention(
   out = heads.multihead_attention(
     *(_heads_first(x) for x in (q, k, v)),
     mask=mask,
-    bias=batching.fold('bias', bias, batch),
+    bias=shapes.fold('bias', bias, batch),
     scale=scale,
     logit_softcap=logit_softcap,
-    query_positions=batching.positions(
+    query_positions=shapes.positions(
       'query_positions', query_positions, batch, t
     ),
-    key_positions=batching.positions('key_positions', key_positions, batch, s),
+    key_positions=shapes.positions('key_positions', key_positions, batch, s),
     dropout=dropout,
     return_weights=return_weights,
     return_residual=return_residual,

@@ -24,22 +24,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mha_jax.attention import (
-  block_pairs,
-  blockwise,
-  checks,
-  choice,
-  exact,
-  fused,
-  masks,
-  shapes,
-)
-from mha_jax.attention.arguments import opaque
+from mha_jax.attention import checks, implementations, masks, shapes
 from mha_jax.attention.axes import Axis, Blocks
-from mha_jax.attention.dropout import check_dropout
+from mha_jax.attention.checks import opaque
 from mha_jax.attention.dtypes import compute_dtype, wide_dtype
 from mha_jax.attention.each import each
 from mha_jax.attention.notation import Array, Parts, Shaped
+from mha_jax.attention.one_head import block_pairs, blockwise, exact
+from mha_jax.attention.one_head.dropout import check_dropout
 from mha_jax.attention.sharded_rows import rows_over_devices
 
 KeysValues = tuple[Parts, Array]
@@ -91,7 +83,7 @@ def multihead_attention(
     return_residual: whether to return the log of the softmax's denominator
       (b, h, t) too, see `attend`.
     implementation: 'auto', 'exact', 'blockwise', 'cudnn' or 'splash', see
-      `choice.choose`.
+      `implementations.choose`.
 
   Returns:
     The output (b, h, t, v) in the inputs' common dtype; with return_weights or
@@ -117,9 +109,9 @@ def multihead_attention(
     return_weights=return_weights,
     return_residual=return_residual,
   )
-  chosen = choice.choose(implementation, call.traits)
-  if chosen in fused.KERNELS:
-    return call.by_kernel(fused.KERNELS[chosen])
+  chosen = implementations.choose(implementation, call.traits)
+  if chosen in implementations.KERNELS:
+    return call.by_kernel(implementations.KERNELS[chosen])
   try:
     return _by_head(call, chosen)
   except TypeError as error:
@@ -142,7 +134,7 @@ def implementation_of(*arguments: Any, **options: Any) -> str:
   call = signature.bind(*arguments, **options)
   call.apply_defaults()
   implementation = call.arguments.pop('implementation')
-  return choice.choose(implementation, _read(**call.arguments).traits)
+  return implementations.choose(implementation, _read(**call.arguments).traits)
 
 
 def _read(
@@ -211,7 +203,7 @@ class _Call:
     return b, h, t, n, self.v.shape[2]
 
   @property
-  def traits(self) -> choice.Call:
+  def traits(self) -> implementations.Call:
     """What an implementation is chosen by."""
     _, _, t, _, s = self.sizes
     given = {name: x for name, x in self.extras.items() if name != 'mask'}
@@ -220,7 +212,7 @@ class _Call:
     given['scale of an array'] = scale if isinstance(scale, jax.Array) else None
     k_heads, v_heads = self.ks[0].shape[1], self.v.shape[1]
     given['k and v of other numbers of heads'] = k_heads != v_heads or None
-    return choice.Call(
+    return implementations.Call(
       t,
       s,
       (tuple(k.shape[-1] for k in self.ks), self.v.shape[-1]),

@@ -11,21 +11,25 @@ import jax
 import jax.numpy as jnp
 
 from mha_jax.attention import (
-  batching,
-  calls,
   checks,
-  choice,
   heads,
+  implementations,
+  layer_inputs,
   masks,
   shapes,
 )
-from mha_jax.attention.arguments import as_positions
 from mha_jax.attention.caches import Cache, StaticCache, View, check_cache
-from mha_jax.attention.config import AttentionConfig, Heads, Parts, Rows
-from mha_jax.attention.dropout import Dropout, check_dropout
+from mha_jax.attention.checks import as_positions
 from mha_jax.attention.dtypes import compute_dtype, matmul_precision
 from mha_jax.attention.notation import Array
+from mha_jax.attention.one_head.dropout import Dropout, check_dropout
 from mha_jax.attention.projections import check_params
+from mha_jax.attention.variants.config import (
+  AttentionConfig,
+  Heads,
+  Parts,
+  Rows,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,14 +139,16 @@ def apply(
   Raises:
     ValueError: inputs, params or options do not fit the config.
   """
-  calls.check_no_mask(inputs_q, inputs_k, inputs_v)
-  calls.check_sources(config, inputs_k, inputs_v)
-  calls.check_positions(config, inputs_k, input_positions, key_positions, cache)
+  layer_inputs.check_no_mask(inputs_q, inputs_k, inputs_v)
+  layer_inputs.check_sources(config, inputs_k, inputs_v)
+  layer_inputs.check_positions(
+    config, inputs_k, input_positions, key_positions, cache
+  )
   x = jnp.asarray(inputs_q)
   y = x if inputs_k is None else jnp.asarray(inputs_k)
   z = y if inputs_v is None else jnp.asarray(inputs_v)
   static = isinstance(cache, StaticCache)
-  calls.check_inputs(config, x, *(() if static else (y, z)))
+  layer_inputs.check_inputs(config, x, *(() if static else (y, z)))
   batch, h, t = x.shape[:-2], config.num_heads, x.shape[-2]
   s = y.shape[-2]
   if cache is not None:
@@ -151,29 +157,29 @@ def apply(
   if inputs_k is None and key_positions is None and cache is None:
     key_positions = input_positions
   mask, bias = shapes.check_pairs(
-    batching.fold('mask', mask, batch),
-    batching.fold('bias', bias, batch),
+    shapes.fold('mask', mask, batch),
+    shapes.fold('bias', bias, batch),
     (math.prod(batch), h, t, s),
   )
   check_dropout(dropout)
   scores = _Scores(
     mask,
     bias,
-    batching.positions('input_positions', input_positions, batch, t),
-    batching.positions('key_positions', key_positions, batch, s),
+    shapes.positions('input_positions', input_positions, batch, t),
+    shapes.positions('key_positions', key_positions, batch, s),
     dropout,
     return_weights,
     implementation,
   )
-  gates = None if head_gates is None else calls.gates(head_gates, h)
-  valid = calls.check_cached_call(
+  gates = None if head_gates is None else layer_inputs.gates(head_gates, h)
+  valid = layer_inputs.check_cached_call(
     cache, valid, (*batch, t), inputs_k, mask, bias, dropout
   )
-  choice.check_name(implementation)
+  implementations.check_name(implementation)
   check_params(config.table, params)
   dtype = compute_dtype(dtype, x, y, z, *jax.tree.leaves(params))
   rows = Rows(config.table, params, dtype)
-  x, y, z = (batching.one_batch(a) for a in (x, y, z))
+  x, y, z = (shapes.one_batch(a) for a in (x, y, z))
   with matmul_precision(precision):
     if cache is None:
       q = config.queries(rows, x, scores.query_positions)
@@ -222,20 +228,20 @@ def keys_values(
   Raises:
     ValueError: inputs, params, key_positions or lengths do not fit.
   """
-  calls.check_sources(config, inputs_k, inputs_v)
+  layer_inputs.check_sources(config, inputs_k, inputs_v)
   y = jnp.asarray(inputs_k)
   z = y if inputs_v is None else jnp.asarray(inputs_v)
   x = jnp.zeros((*y.shape[:-2], 0, config.d_model), y.dtype)
-  calls.check_inputs(config, x, y, z)
+  layer_inputs.check_inputs(config, x, y, z)
   check_params(config.table, params)
   batch, s = y.shape[:-2], y.shape[-2]
-  keys = batching.positions('key_positions', key_positions, batch, s)
+  keys = shapes.positions('key_positions', key_positions, batch, s)
   lengths = as_positions('lengths', lengths, batch)
   dtype = compute_dtype(dtype, y, z, *jax.tree.leaves(params))
   rows = Rows(config.table, params, dtype)
   with matmul_precision(precision):
     entries = config.entries(
-      rows, batching.one_batch(y), batching.one_batch(z), keys
+      rows, shapes.one_batch(y), shapes.one_batch(z), keys
     )
   if lengths is None:
     lengths = jnp.full(batch, s)

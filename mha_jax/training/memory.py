@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from mha_jax.attention import num_params as attention_params
-from mha_jax.attention.choice import LONG_KEYS
+from mha_jax.attention.implementations import LONG_KEYS
 from mha_jax.decoder import DecoderConfig
 from mha_jax.training.train import Experiment, make_optimizer
 

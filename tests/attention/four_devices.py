@@ -19,12 +19,12 @@ from mha_jax.attention import (
   LatentConfig,
   Rope,
   apply,
-  block_pairs,
   init_cache,
   init_table,
   masks,
   multihead_attention,
 )
+from mha_jax.attention.one_head import block_pairs
 from mha_jax.decoder import DecoderConfig, DecoderLM, generate
 
 B, H, N, K, V = 8, 6, 3, 5, 7

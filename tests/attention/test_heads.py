@@ -32,14 +32,8 @@ from oracles import (
   reduce_to,
 )
 
-from mha_jax.attention import (
-  Dropout,
-  block_pairs,
-  each,
-  heads,
-  masks,
-  multihead_attention,
-)
+from mha_jax.attention import Dropout, each, heads, masks, multihead_attention
+from mha_jax.attention.one_head import block_pairs
 
 IMPLEMENTATIONS = tuple(heads.IMPLEMENTATIONS)
 WITHOUT_WEIGHTS = ('blockwise',)

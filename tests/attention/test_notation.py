@@ -10,7 +10,7 @@ import mha_jax.attention
 from mha_jax.attention.notation import LETTERS, LOGICAL_AXES
 
 PACKAGE = pathlib.Path(mha_jax.attention.__file__).parent
-FILES = sorted(path.name for path in PACKAGE.glob('*.py'))
+FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob('*.py'))
 EINSUM = re.compile(r'[\w.]+(,[\w.]+)*->[\w.]*')
 ANNOTATIONS = ('Bool', 'Float', 'Int', 'Key', 'Shaped')
 
@@ -80,7 +80,7 @@ class NotationTest(parameterized.TestCase):
       if isinstance(node, ast.Constant):
         self.assertIn(node.value, einsum_strings(source))
       else:
-        self.assertEqual(name, 'projections.py', ast.unparse(node))
+        self.assertEqual(name, 'projections/rows.py', ast.unparse(node))
 
   @parameterized.parameters(*FILES)
   def test_shape_suffixes_use_the_letters(self, name: str):
@@ -95,7 +95,7 @@ class NotationTest(parameterized.TestCase):
 
   def test_the_checks_find_what_they_look_for(self):
     """The readers see the strings of the package and a planted letter."""
-    grouped = (PACKAGE / 'grouped.py').read_text()
+    grouped = (PACKAGE / 'variants/grouped.py').read_text()
     self.assertContainsSubset(
       ['btd,dhk->bhtk', 'bsd,dnk->bnsk', 'bsd,dnv->bnsv', 'bhtv,hvd->btd'],
       einsum_strings(grouped),

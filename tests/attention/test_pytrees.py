@@ -20,8 +20,8 @@ from mha_jax.attention import (
   masks,
 )
 from mha_jax.attention.axes import Axis, Blocks
-from mha_jax.attention.block_pairs import BlockPairs
 from mha_jax.attention.caches import View
+from mha_jax.attention.one_head.block_pairs import BlockPairs
 from mha_jax.tasks.task import Batch
 
 B, T, D = 2, 3, 6
@@ -149,7 +149,7 @@ class ExportTest(parameterized.TestCase):
 class AgainTest(absltest.TestCase):
   def test_reload(self):
     """A module loaded again, as notebooks do, makes its classes anew."""
-    source = importlib.util.find_spec('mha_jax.attention.masks')
+    source = importlib.util.find_spec('mha_jax.attention.masks.kinds')
     module = importlib.util.module_from_spec(source)
     source.loader.exec_module(module)
     self.assertEqual(module.causal(), module.causal())

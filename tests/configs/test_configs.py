@@ -6,7 +6,7 @@ import tempfile
 from absl.testing import parameterized
 
 from configs import mla_rank, recall, text
-from experiments.settings import experiment_from
+from experiments.harness.settings import experiment_from
 from mha_jax.tasks import CopyTask, InductionTask, RecallTask, TextTask
 
 

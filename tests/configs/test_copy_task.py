@@ -5,7 +5,7 @@ import itertools
 from absl.testing import parameterized
 
 from configs import copy_task
-from experiments.settings import experiment_from
+from experiments.harness.settings import experiment_from
 from mha_jax.tasks import CopyTask
 
 VARIANTS = [

@@ -16,8 +16,9 @@ from absl.testing import parameterized
 from flax import nnx
 
 from configs import benchmark as configs
-from experiments import benchmark, timing
+from experiments import benchmark
 from experiments.figures import speed
+from experiments.harness import timing
 from experiments.suites import case, decoder
 from mha_jax.decoder import DecoderConfig, DecoderLM
 

@@ -8,8 +8,9 @@ from unittest import mock
 import scripts
 from absl.testing import parameterized
 
-from experiments import check_costs, command_line
-from mha_jax.analysis import hardware
+from experiments import check_costs
+from experiments.harness import command_line
+from mha_jax.analysis.costs import hardware
 
 TINY = '--config=configs/check_costs.py:tiny'
 

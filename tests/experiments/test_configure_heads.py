@@ -11,7 +11,7 @@ import scripts
 from absl.testing import parameterized
 
 from experiments import configure_heads
-from mha_jax.analysis.hardware import Hardware
+from mha_jax.analysis.costs.hardware import Hardware
 
 CONFIG = '--config=configs/configure_heads.py'
 

@@ -9,8 +9,8 @@ import numpy as np
 from absl.testing import parameterized
 from matplotlib.figure import Figure
 
-from experiments import reports
 from experiments.figures import style, sweeps
+from experiments.reports import head_counts
 from mha_jax.training import record
 
 STEPS = 30
@@ -43,7 +43,7 @@ class SweepHeadsTest(parameterized.TestCase):
   def draw(self, *points):
     """Draws 1, 2, 4, ... heads; the figure's two axes."""
     rows = [row(2**i, ends) for i, ends in enumerate(points)]
-    summaries = [reports.summarise(x, 0.05) for x in rows]
+    summaries = [head_counts.summarise(x, 0.05) for x in rows]
     drawn = []
 
     def savefig(figure, *args, **kwargs):

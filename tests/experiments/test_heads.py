@@ -12,7 +12,8 @@ import pytest
 import scripts
 from absl.testing import parameterized
 
-from experiments import probe_heads, prune_heads, train, trained
+from experiments import probe_heads, prune_heads, train
+from experiments.harness import trained
 from mha_jax.analysis import probing, pruning
 from mha_jax.training.record import RecordWarning
 

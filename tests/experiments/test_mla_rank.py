@@ -12,7 +12,8 @@ import scripts
 from absl.testing import parameterized
 
 from configs import mla_rank as mla_config
-from experiments import mla_rank, points
+from experiments import mla_rank
+from experiments.harness import points
 
 MODELS = {
   # name: cached elements a token of two layers, at d = 16, h = 2, k = 8

@@ -17,8 +17,9 @@ import scripts
 from absl.testing import parameterized
 
 from configs import copy_task
-from experiments import points, sweep_heads
-from experiments.settings import experiment_from
+from experiments import sweep_heads
+from experiments.harness import points
+from experiments.harness.settings import experiment_from
 from mha_jax.training import train
 
 STEPS, SEEDS = 10, [3, 4]

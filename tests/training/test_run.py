@@ -22,7 +22,7 @@ import scripts
 from absl.testing import parameterized
 
 from configs import copy_task
-from experiments.settings import experiment_from
+from experiments.harness.settings import experiment_from
 from mha_jax.training import run as run_lib
 from mha_jax.training import train
 from mha_jax.training.checkpoints import Checkpoints

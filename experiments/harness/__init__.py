@@ -1,0 +1,1 @@
+"""What every experiment needs: flags, folders, training, timing, printing."""

@@ -1,0 +1,1 @@
+"""What experiments print and write of their results."""

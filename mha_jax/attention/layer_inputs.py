@@ -1,0 +1,185 @@
+"""What a call must be: checks of its arguments, before anything is computed."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from mha_jax.attention import checks, masks
+from mha_jax.attention.caches import StaticCache
+from mha_jax.attention.notation import Array
+from mha_jax.attention.variants.config import AttentionConfig
+
+
+def check_no_mask(inputs_q: Any, inputs_k: Any, inputs_v: Any) -> None:
+  """Raises a ValueError where a mask takes the place of keys or values."""
+  for name, x in (('inputs_k', inputs_k), ('inputs_v', inputs_v)):
+    if x is not None and _looks_like_a_mask(x, np.shape(inputs_q)):
+      ours = isinstance(x, masks.Mask) or checks.is_function(x)
+      what = x if ours else f'an array of shape {np.shape(x)}'
+      raise ValueError(
+        f'{name}={what} looks like a mask, but keys and values come after '
+        'inputs_q; write mask='
+      )
+
+
+def _looks_like_a_mask(x: Any, queries: tuple[int, ...]) -> bool:
+  """Whether x is no input beside queries of that shape."""
+  if isinstance(x, masks.Mask) or checks.is_function(x):
+    return True
+  shape = np.shape(x)
+  if len(shape) == len(queries) + 1 > 2:  # (..., h, t, s)
+    return shape[-2] in (1, queries[-2])
+  booleans = getattr(x, 'dtype', None) == jnp.bool_
+  alike = len(shape) == len(queries) and shape[-1:] == queries[-1:]
+  return booleans and not alike
+
+
+def check_sources(config: Any, inputs_k: Any, inputs_v: Any) -> None:
+  """Raises a ValueError unless config and sources are of the right kind."""
+  if not isinstance(config, AttentionConfig):
+    raise ValueError(
+      f'config={config!r} must be an AttentionConfig, as GroupedConfig(...)'
+    )
+  if inputs_k is None and inputs_v is not None:
+    raise ValueError(
+      'inputs_v is given without inputs_k; pass the keys too, or the one '
+      'source of both as inputs_k'
+    )
+  if config.values_from_keys and inputs_v is not None:
+    raise ValueError(
+      'inputs_v is given, but keys and values are made of inputs_k together; '
+      'leave inputs_v None'
+    )
+
+
+def check_positions(
+  config: AttentionConfig,
+  inputs_k: Any,
+  input_positions: Any,
+  key_positions: Any,
+  cache: Any,
+) -> None:
+  """Raises a ValueError where positions are one-sided, or the cache's own."""
+  alone = input_positions is not None and key_positions is None
+  if config.rotary is not None and alone and inputs_k is not None:
+    raise ValueError(
+      'input_positions are given but key_positions are None, and RoPE turns '
+      'the keys of inputs_k too; pass key_positions, or leave inputs_k None '
+      'for self-attention'
+    )
+  if cache is None:
+    return
+  own = key_positions is not None or (
+    input_positions is not None and not isinstance(cache, StaticCache)
+  )
+  if own:
+    raise ValueError(
+      'input_positions and key_positions come from the cache; leave them None'
+    )
+
+
+def check_cached_call(
+  cache: Any,
+  valid: Any,
+  shape: tuple[int, ...],
+  inputs_k: Any,
+  mask: masks.Mask | None,
+  bias: Array | None,
+  dropout: Any,
+) -> Array | None:
+  """`valid` as (b, t); a ValueError where a call does not go with its cache.
+
+  Args:
+    cache: a cache, or None.
+    valid: booleans of `shape`, or None.
+    shape: (..., t), of the queries.
+    inputs_k: must be None with a cache.
+    mask: with a window by positions only.
+    bias: must be None with a window.
+    dropout: must be None with a cache.
+  """
+  if cache is None:
+    if valid is not None:
+      raise ValueError('valid is given without a cache; pass a mask instead')
+    return None
+  if inputs_k is not None:
+    raise ValueError(
+      'inputs_k is given with a cache, which holds the keys; pass inputs_q '
+      'alone, or project inputs_k once by keys_values'
+    )
+  if dropout is not None:
+    raise ValueError(
+      'dropout is on with a cache; decoding has none: pass deterministic=True'
+    )
+  columns = mask is not None and mask.by_column
+  if cache.window is not None and (columns or bias is not None):
+    raise ValueError(
+      'mask or bias goes by columns, which a WindowCache has not; use causal '
+      'and window masks, or a KVCache'
+    )
+  left, _ = masks.reach(mask) or (None, None)
+  if cache.window is not None and left is not None and left >= cache.window:
+    raise ValueError(
+      f'mask sees {left} tokens back, but the cache keeps window='
+      f'{cache.window} tokens, the own one too; make it with window={left + 1} '
+      'or more'
+    )
+  if valid is None:
+    return None
+  array = check_valid(valid, shape)
+  return jnp.reshape(array, (math.prod(shape[:-1]), shape[-1]))
+
+
+def check_valid(valid: Any, shape: tuple[int, ...]) -> Array:
+  """`valid` as an array; a ValueError unless it is booleans of `shape`."""
+  array = jnp.asarray(valid)
+  if array.dtype != jnp.bool_ or array.shape != shape:
+    raise ValueError(
+      f'valid of {array.dtype} and shape {array.shape} must be booleans of '
+      f'shape {shape}, False for padding'
+    )
+  return array
+
+
+def check_inputs(config: AttentionConfig, x: Array, *sources: Array) -> None:
+  """Raises a ValueError unless the inputs fit each other and the config.
+
+  Args:
+    config: the attention.
+    x: (..., t, d), the queries' input.
+    sources: (..., s, d') and (..., s, d''), of keys and of values; none where a
+      cache has taken their place.
+  """
+  for letter, a, width in zip(
+    'qkv', (x, *sources), config.input_widths, strict=False
+  ):
+    if a.ndim < 2 or a.shape[-1] != width:
+      raise ValueError(
+        f'inputs_{letter} of shape {a.shape} must be (..., length, {width}): '
+        f'the projections were made for {width} features'
+      )
+  if not sources:
+    return
+  y, z = sources
+  if y.shape[:-1] != z.shape[:-1]:
+    raise ValueError(
+      f'inputs_k of shape {y.shape} and inputs_v of shape {z.shape} must agree '
+      'in batch and length'
+    )
+  if x.shape[:-2] != y.shape[:-2]:
+    raise ValueError(
+      f'inputs_q of shape {x.shape} and inputs_k of shape {y.shape} must agree '
+      'in their batch dimensions; a mask is passed as mask='
+    )
+
+
+def gates(head_gates: Any, h: int) -> Array:
+  """The gates (h,) as (1, h, 1, 1)."""
+  gates = jnp.asarray(head_gates)
+  if gates.shape != (h,):
+    raise ValueError(
+      f'head_gates of shape {gates.shape} must be ({h},): one factor a head'
+    )
+  return jnp.reshape(gates, (1, h, 1, 1))

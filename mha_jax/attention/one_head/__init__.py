@@ -1,0 +1,1 @@
+"""Attention of one head: exact, by blocks, and its dropout."""

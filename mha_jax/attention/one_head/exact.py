@@ -1,0 +1,254 @@
+"""Attention of one head with all scores at once: the specification.
+
+  weights = softmax(softcap(scale q k^T) + bias) over the keys that may be
+            attended to
+  out     = dropout(weights) v
+
+A query and key may come in parts whose scores add, q k^T = sum_i q_i k_i^T, as
+latent attention has them; nothing is concatenated.
+
+Scores and softmax are taken in float32 (float64 for float64 inputs). A query
+that may attend to nothing gets zeros. A key that no query may attend to is
+inert, and so is a query that may attend to no key: they may hold NaN.
+
+Source: Vaswani et al. 2017, section 3.2.1; softcap: Gemma 2 (2024), section 2.
+"""
+
+import functools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mha_jax.attention import checks, masks
+from mha_jax.attention.axes import Axis
+from mha_jax.attention.checks import as_bias, as_positions
+from mha_jax.attention.dtypes import compute_dtype, wide_dtype
+from mha_jax.attention.notation import Array, Bool, Float, Shaped
+from mha_jax.attention.one_head.dropout import Dropout, check_dropout
+
+
+def attend(
+  q: Any,
+  k: Any,
+  v: Any,
+  *,
+  mask: Any = None,
+  bias: Any = None,
+  scale: float | Array | None = None,
+  logit_softcap: float | None = None,
+  query_positions: Any = None,
+  key_positions: Any = None,
+  dropout: Any = None,
+  used: Array | None = None,
+  return_weights: bool = False,
+  return_residual: bool = False,
+) -> Any:
+  """Attention of one head: q (t, k), k (s, k), v (s, v) -> (t, v).
+
+  Args:
+    q: queries (t, k), or a tuple of parts (t, k_i).
+    k: keys (s, k), or a tuple of as many parts (s, k_i).
+    v: values (s, v).
+    mask: a `Mask` or booleans that broadcast to (t, s); True may attend.
+    bias: added to the scores, broadcasts to (t, s); -inf may not attend.
+    scale: multiplies q k^T; None: 1 / sqrt(k), with k = sum k_i.
+    logit_softcap: c > 0 bounds the scaled scores to (-c, c) as c tanh(x / c),
+      before bias and mask; None: no bound.
+    query_positions: (t,) integers for masks; None: 0 .. t-1.
+    key_positions: (s,) integers for masks; None: 0 .. s-1.
+    dropout: a `Dropout` with this head's key.
+    used: (s,) booleans, for heads that share k and v: the keys that a query of
+      any of them may attend to, all others are silenced; None: as this head's
+      mask says.
+    return_weights: whether to return the weights (t, s) too, before dropout.
+    return_residual: whether to return the log of the softmax's denominator (t,)
+      too, in float32 at least; -inf for a query of nothing.
+
+  Returns:
+    The output (t, v) in the inputs' common dtype; with return_weights or
+    return_residual a tuple of it and what was asked for, in this order.
+
+  Raises:
+    ValueError: shapes do not fit, or the mask is not boolean.
+  """
+  qs, ks, v = as_parts(q), as_parts(k), jnp.asarray(v)
+  _check_shapes(qs, ks, v)
+  checks.softcap(logit_softcap)
+  check_dropout(dropout)
+  check_scale(scale)
+  dtype = compute_dtype(None, *qs, *ks, v)
+  scale = default_scale(qs) if scale is None else scale
+  t, s = qs[0].shape[0], v.shape[0]
+  query_positions = as_positions('query_positions', query_positions, (t,))
+  key_positions = as_positions('key_positions', key_positions, (s,))
+  bias = as_bias(bias, (t, s), 'ts')
+  # Before -inf is looked for: the least float64 is -inf in float32.
+  bias = None if bias is None else bias.astype(wide_dtype(dtype))
+  return _attend(
+    qs,
+    ks,
+    v,
+    scale,
+    masks.as_mask(mask),
+    bias,
+    Axis(t, query_positions),
+    Axis(s, key_positions),
+    dropout,
+    used,
+    logit_softcap=None if logit_softcap is None else float(logit_softcap),
+    return_weights=return_weights,
+    return_residual=return_residual,
+  )
+
+
+@functools.partial(
+  jax.jit,
+  static_argnames=('logit_softcap', 'return_weights', 'return_residual'),
+)
+def _attend(
+  qs: tuple[Shaped[Array, 't _'], ...],
+  ks: tuple[Shaped[Array, 's _'], ...],
+  v: Shaped[Array, 's v'],
+  scale: float | Array,
+  mask: masks.Mask | None,
+  bias: Float[Array, '#t #s'] | None,
+  queries: Axis,
+  keys: Axis,
+  dropout: Dropout | None,
+  used: Bool[Array, ' s'] | None,
+  *,
+  logit_softcap: float | None,
+  return_weights: bool,
+  return_residual: bool,
+) -> Any:
+  """The same for arguments that fit, compiled: -inf stays inside."""
+  dtype = compute_dtype(None, *qs, *ks, v)
+  allowed = allowed_pairs(mask, bias, queries, keys)
+  if allowed is not None:
+    used = jnp.any(allowed, axis=0) if used is None else used
+    asking = jnp.any(allowed, axis=1)
+    qs = tuple(silence(q, asking) for q in qs)
+  if used is not None:
+    ks, v = tuple(silence(k, used) for k in ks), silence(v, used)
+  qs, ks, v = jax.tree.map(lambda x: x.astype(dtype), (qs, ks, v))
+  logits = scores(products(qs, ks), scale, logit_softcap)
+  logits = logits if bias is None else logits + bias
+  if allowed is not None:
+    logits = jnp.where(allowed, logits, -jnp.inf)
+  weights = _softmax(logits, allowed)
+  kept = weights
+  if dropout is not None:
+    kept = dropout.apply(weights, queries, keys)
+  out = jnp.einsum(
+    'ts,sv->tv', kept.astype(dtype), v, preferred_element_type=weights.dtype
+  ).astype(dtype)
+  asked: list[Array] = [weights.astype(dtype)] if return_weights else []
+  if return_residual:
+    asked.append(jax.nn.logsumexp(logits, axis=-1))
+  return (out, *asked) if asked else out
+
+
+def as_parts(x: Any) -> tuple[Array, ...]:
+  """A query or key as a tuple of parts; an array is the only part."""
+  parts = x if isinstance(x, tuple) else (x,)
+  return tuple(jnp.asarray(part) for part in parts)
+
+
+def default_scale(qs: tuple[Array, ...]) -> float:
+  """1 / sqrt(k), with k = sum k_i over the parts."""
+  return float(sum(q.shape[-1] for q in qs) ** -0.5)
+
+
+def allowed_pairs(
+  mask: masks.Mask | None,
+  bias: Float[Array, '#t #s'] | None,
+  queries: Axis,
+  keys: Axis,
+) -> Bool[Array, 't s'] | None:
+  """Which query may attend to which key, by mask and bias; None: all."""
+  allowed = None if mask is None else mask.evaluate(queries, keys)
+  if bias is not None:
+    finite = bias != -jnp.inf
+    allowed = finite if allowed is None else allowed & finite
+  if allowed is None:
+    return None
+  shape = (queries.size, keys.size)
+  checks.broadcast('mask', allowed.shape, shape, 'ts')
+  return jnp.broadcast_to(allowed, shape)
+
+
+def silence(
+  x: Shaped[Array, 'length features'], used: Bool[Array, ' length']
+) -> Shaped[Array, 'length features']:
+  """Puts zeros where a query or key is not used: NaN there does no harm."""
+  return jnp.where(used[:, None], x, 0)
+
+
+def products(
+  qs: tuple[Float[Array, 't _'], ...], ks: tuple[Float[Array, 's _'], ...]
+) -> Float[Array, 't s']:
+  """sum_i q_i k_i^T, in float32 at least."""
+  wide = wide_dtype(qs[0].dtype)
+  parts = [
+    jnp.einsum('tk,sk->ts', q, k, preferred_element_type=wide)
+    for q, k in zip(qs, ks, strict=True)
+  ]
+  return functools.reduce(operator.add, parts)
+
+
+def scores(
+  products: Float[Array, 't s'],
+  scale: float | Array,
+  logit_softcap: float | None,
+) -> Float[Array, 't s']:
+  """softcap(scale products)."""
+  scaled = products * jnp.asarray(scale, products.dtype)
+  if logit_softcap is None:
+    return scaled
+  return logit_softcap * jnp.tanh(scaled / logit_softcap)
+
+
+def _softmax(
+  scores: Float[Array, 't s'], allowed: Bool[Array, 't s'] | None
+) -> Float[Array, 't s']:
+  """The weights; a row that may attend to nothing is zeros."""
+  if allowed is None:
+    return jax.nn.softmax(scores, axis=-1)
+  empty = ~jnp.any(allowed, axis=-1, keepdims=True)
+  weights = jax.nn.softmax(jnp.where(empty, 0, scores), axis=-1)
+  return jnp.where(empty, 0, weights)
+
+
+def check_scale(scale: Any) -> None:
+  """Raises a ValueError unless the scale is one number, or None."""
+  if isinstance(scale, str) or np.shape(scale) != ():
+    what = repr(scale) if isinstance(scale, str) else f'shape {np.shape(scale)}'
+    raise ValueError(
+      f'scale of {what} must be one number; scale q or k for more'
+    )
+
+
+def _check_shapes(
+  qs: tuple[Array, ...], ks: tuple[Array, ...], v: Array
+) -> None:
+  """Raises a ValueError unless q (t, k), k (s, k), v (s, v) fit."""
+  for name, parts in (('q', qs), ('k', ks), ('v', (v,))):
+    for x in parts:
+      if x.ndim != 2:
+        raise ValueError(
+          f'{name} of shape {x.shape} must be (length, features): attend works '
+          'on one head; use multihead_attention for (b, h, t, k)'
+        )
+  checks.widths(qs, ks)
+  if any(q.shape[0] != qs[0].shape[0] for q in qs):
+    raise ValueError(
+      f'the parts of q have lengths {[q.shape[0] for q in qs]}; they must agree'
+    )
+  for k in ks:
+    if k.shape[0] != v.shape[0]:
+      raise ValueError(
+        f'k has length {k.shape[0]} and v {v.shape[0]}; they must agree'
+      )

@@ -1,0 +1,1 @@
+"""What tells where a token stands: rotary positions and their scalings."""

@@ -1,0 +1,5 @@
+"""The variants of attention: a config each, and the registry by name."""
+
+from mha_jax.attention.variants.registry import VARIANTS, Variant, build
+
+__all__ = ['VARIANTS', 'Variant', 'build']

@@ -1,0 +1,83 @@
+"""The variants by name: a row each; shells and decoders are built from it."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from mha_jax.attention import checks
+from mha_jax.attention.variants.config import AttentionConfig
+from mha_jax.attention.variants.grouped import GroupedConfig
+from mha_jax.attention.variants.latent import LatentConfig
+from mha_jax.attention.variants.tied import TiedConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+  """A kind of attention.
+
+  Args:
+    config: its class of configs.
+    fixed: fields that the name settles, such as one key/value head for 'mqa'.
+    equal: fields that the name makes equal to another, where they are given.
+    required: fields that must be given, and what they should be.
+  """
+
+  config: type[AttentionConfig]
+  fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  equal: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  required: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+  @property
+  def options(self) -> tuple[str, ...]:
+    """The names of the config's fields."""
+    return tuple(x.name for x in dataclasses.fields(self.config))  # type: ignore[arg-type]
+
+
+DIVISOR = 'a divisor of num_heads'
+RANK = 'the features of the latent'
+WIDTH = 'an even number of features'
+
+VARIANTS: dict[str, Variant] = {
+  'mha': Variant(GroupedConfig, equal={'num_kv_heads': 'num_heads'}),
+  'gqa': Variant(GroupedConfig, required={'num_kv_heads': DIVISOR}),
+  'mqa': Variant(GroupedConfig, fixed={'num_kv_heads': 1}),
+  'mla': Variant(LatentConfig, required={'kv_lora_rank': RANK}),
+  'gta': Variant(
+    TiedConfig, required={'num_kv_heads': DIVISOR, 'head_dim': WIDTH}
+  ),
+}
+
+
+def build(kind: str, **options: Any) -> AttentionConfig:
+  """The config of a variant.
+
+  Args:
+    kind: a name in `VARIANTS`.
+    **options: fields of its config; None: the field's default.
+
+  Raises:
+    ValueError: the kind or an option is unknown, contradicts the kind, or is
+      missing.
+  """
+  if kind not in VARIANTS:
+    raise ValueError(f'attention={kind!r} must be in {tuple(VARIANTS)}')
+  variant = VARIANTS[kind]
+  given = {
+    name: checks.plain(x) for name, x in options.items() if x is not None
+  }
+  if unknown := sorted(set(given) - set(variant.options)):
+    raise ValueError(
+      f'{unknown[0]}={given[unknown[0]]!r} is no option of {kind!r}; its '
+      f'options are {", ".join(x for x in variant.options if x in options)}'
+    )
+  settled = {name: given.get(x) for name, x in variant.equal.items()}
+  for name, value in {**settled, **variant.fixed}.items():
+    if given.get(name, value) != value:
+      raise ValueError(
+        f'{name}={given[name]!r} must be {value} or None in {kind!r}; use '
+        "'gqa', GroupedQueryAttention"
+      )
+  for name, what in variant.required.items():
+    if name not in given:
+      raise ValueError(f'{name}=None: {kind!r} needs it: {what}')
+  return variant.config(**{**given, **variant.fixed})

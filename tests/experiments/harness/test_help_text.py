@@ -1,0 +1,54 @@
+"""What --help says of the fields of configs."""
+
+import pathlib
+
+import scripts
+from absl.testing import parameterized
+
+from experiments import configure_heads
+from experiments.harness import command_line, help_text
+
+CONFIGS = sorted(
+  str(path.relative_to(scripts.ROOT))
+  for path in pathlib.Path(scripts.ROOT, 'configs').glob('*.py')
+  if path.stem not in ('__init__', 'base')
+)
+
+
+class MeaningsTest(parameterized.TestCase):
+  @parameterized.parameters(*CONFIGS, 'configs/recall.py:induction')
+  def test_every_field(self, source):
+    """Each has a meaning, and no docstring tells of one that is not there."""
+    config = command_line.load_config(source)
+    module = command_line.config_module(source)
+    words = help_text.meanings(config, module)
+    if source == 'configs/configure_heads.py':  # whose fields are its flags
+      words |= dict.fromkeys(configure_heads.OVERRIDES, 'a flag')
+    fields = help_text.fields(config)
+    self.assertEmpty([x for x in fields if not words.get(x)])
+    own = help_text.arguments_of(module.__doc__)
+    self.assertEmpty(set(own) - set(fields))
+
+  def test_arguments_of(self):
+    """One line each, from the list alone, whatever the indent."""
+    text = """First line.
+
+    Args:
+      a: the first
+        of two lines.
+      b_2: short; None: none.
+
+        Another paragraph.
+
+    Raises:
+      ValueError: never.
+    """
+    self.assertEqual(
+      help_text.arguments_of(text),
+      {'a': 'the first of two lines', 'b_2': 'short; None: none'},
+    )
+    self.assertEqual(
+      help_text.arguments_of('Fields:\n  x: one.\n'), {'x': 'one'}
+    )
+    for nothing in (None, '', 'Args are many.', 'Args:\n'):
+      self.assertEqual(help_text.arguments_of(nothing), {})
