@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mha_jax.attention.notation import Array, Parts
+from mha_jax.attention.constants import as_array, opaque
+from mha_jax.attention.notation import Array, ArrayLike, Parts
 
 
 def plain(value: Any) -> Any:
@@ -152,17 +153,13 @@ def widths(qs: Parts, ks: Parts) -> None:
     raise ValueError(f'q has head dimension {q} and k {k}; they must agree')
 
 
-ArrayLike = Any
-"""An array, a NumPy array or a nested list of numbers."""
-
-
 def as_bias(
   bias: ArrayLike | None, shape: tuple[int, ...], letters: str
 ) -> Array | None:
   """A bias as an array with all dimensions of the scores; None stays None."""
   if bias is None:
     return None
-  array = jnp.asarray(bias)
+  array = as_array(bias)
   if not jnp.issubdtype(array.dtype, jnp.floating):
     raise ValueError(
       f'bias has dtype {array.dtype}, but a bias is added to the scores; pass '
@@ -170,23 +167,7 @@ def as_bias(
     )
   full = array.shape if array.ndim > 4 else fit_rank(array.shape, len(shape))
   broadcast('bias', full, shape, letters)
-  return opaque(jnp.reshape(array, full))
-
-
-CONSTANT_ELEMENTS = 2**16
-"""Elements of an array, from which on XLA takes none for a constant."""
-
-
-def opaque(array: Array) -> Array:
-  """The same array, which XLA does not look into while it compiles.
-
-  Where a mask or bias is a constant of the program, XLA would compute all that
-  follows from it by its slow interpreter.
-  """
-  if not all(isinstance(size, int) for size in array.shape):
-    return array  # symbolic, and so no constant
-  small = math.prod(array.shape) < CONSTANT_ELEMENTS
-  return array if small else jax.lax.optimization_barrier(array)
+  return jnp.reshape(array, full)
 
 
 def fit_rank(shape: tuple[int, ...], ndim: int) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from mha_jax.attention import checks, implementations, masks, shapes
 from mha_jax.attention.axes import Axis, Blocks
-from mha_jax.attention.checks import opaque
+from mha_jax.attention.constants import opaque
 from mha_jax.attention.dtypes import compute_dtype, wide_dtype
 from mha_jax.attention.each import each
 from mha_jax.attention.notation import Array, Parts, Shaped

@@ -5,15 +5,22 @@ One letter, one meaning, everywhere: `q_BHTK` is a query of shape
 projection that makes it.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 from jaxtyping import Bool, Float, Int, Key, Shaped
 
 Array = jax.Array
 
+ArrayLike = jax.typing.ArrayLike | Sequence[Any]
+"""An array, a NumPy array, a number or a nested list of numbers."""
+
 __all__ = [
   'LETTERS',
   'LOGICAL_AXES',
   'Array',
+  'ArrayLike',
   'Bool',
   'Float',
   'Int',

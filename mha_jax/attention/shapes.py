@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from mha_jax.attention import checks, masks
 from mha_jax.attention.checks import as_bias, as_positions, fit_rank
+from mha_jax.attention.constants import as_array
 from mha_jax.attention.notation import Array, Parts
 
 
@@ -55,7 +56,7 @@ def check_pairs(
   Raises:
     ValueError: they do not broadcast, or have the wrong dtype.
   """
-  mask = masks.as_mask(mask)
+  mask = jax.tree.map(as_array, masks.as_mask(mask))
   if mask is not None:
     mask = _check_mask(mask, shape)
   return mask, as_bias(bias, shape, 'bhts')

@@ -22,6 +22,7 @@ from mha_jax.attention import (
   Rope,
   apply,
   attend,
+  constants,
   init_cache,
   init_table,
   masks,
@@ -62,13 +63,17 @@ class OnceTest(parameterized.TestCase):
     self.assertEqual(count(), 0)
 
 
+BITS = r'u8\[10513\]'
+"""290 x 290 bits in bytes."""
+
+
 @pytest.mark.usefixtures('full_compile')
 class ConstantsTest(parameterized.TestCase):
   """XLA's interpreter folded what follows from a mask, for up to a minute."""
 
   @parameterized.product(
     implementation=['exact', 'blockwise'],
-    given=['mask', 'bias', 'joined', 'numbers'],
+    given=['mask', 'bias', 'joined', 'numbers', 'many values'],
   )
   def test_nothing_follows_from_a_constant(self, implementation, given):
     t = 290
@@ -79,12 +84,13 @@ class ConstantsTest(parameterized.TestCase):
       numbers = allowed.astype(jnp.float32)
       module = self.module(implementation)
       f = functools.partial(module, mask=numbers)
-      self.assert_one_constant(f, tensor(0, 1, t, 4), 'f32', t)
+      self.assert_one_constant(f, tensor(0, 1, t, 4), BITS)
       return
     options = {
       'mask': {'mask': allowed},
       'bias': {'bias': jnp.where(allowed, 0.0, -jnp.inf)},
       'joined': {'mask': masks.dense(allowed) & masks.lengths([t - 3])},
+      'many values': {'bias': normal(1, 1, 1, t, t).astype('f')},
     }[given]
 
     def f(q):
@@ -92,8 +98,25 @@ class ConstantsTest(parameterized.TestCase):
         q, q, q, implementation=implementation, **options
       )
 
-    wanted = 'f32' if given == 'bias' else 'pred'
-    self.assert_one_constant(f, tensor(0, 1, 1, t, 5), wanted, t)
+    wanted = r'f32\[1,1,290,290\]' if given == 'many values' else BITS
+    self.assert_one_constant(f, tensor(0, 1, 1, t, 5), wanted)
+
+  @parameterized.named_parameters(
+    ('booleans', lambda x: x),
+    ('all', np.ones_like),
+    ('numbers', lambda x: x.astype('f')),
+    ('additive', lambda x: np.where(x, 0.5, -np.inf)),
+    ('many values', lambda x: np.where(x, normal(0, *x.shape), -np.inf)),
+    ('of JAX', jnp.asarray),
+    ('narrow', lambda x: jnp.where(x, 3.0, -7.0).astype(jnp.bfloat16)),
+  )
+  def test_a_constant_has_its_values(self, make):
+    """Also where its size is no multiple of eight."""
+    values = make(booleans(0, 3, 151, 149))
+    got = jax.jit(lambda: constants.as_array(values))()
+    wanted = jnp.asarray(values)
+    self.assertEqual(got.dtype, wanted.dtype)
+    np.testing.assert_array_equal(got, wanted)
 
   def module(self, implementation):
     """A Linen module, which takes Flax's masks of numbers."""
@@ -105,12 +128,12 @@ class ConstantsTest(parameterized.TestCase):
     params['out'] = {'kernel': jnp.ones((1, 4, 4))}
     return functools.partial(module.apply, {'params': params})
 
-  def assert_one_constant(self, f, x, wanted, t):
+  def assert_one_constant(self, f, x, wanted):
     """The mask itself is the program's only large constant."""
     program = jax.jit(f).lower(x).compile().as_text()
     found = re.findall(r'= (\w+\[[\d,]*\])\S* constant\(\{\.\.\.\}\)', program)
     self.assertLen(found, 1, found)
-    self.assertRegex(found[0], rf'{wanted}\[(1,)*{t},{t}\]')
+    self.assertRegex(found[0], wanted)
 
 
 class InfinitiesTest(parameterized.TestCase):

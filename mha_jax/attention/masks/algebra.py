@@ -16,8 +16,9 @@ import numpy as np
 
 from mha_jax.attention import checks
 from mha_jax.attention.axes import Axis, Blocks
-from mha_jax.attention.checks import ArrayLike, fit_rank, opaque
-from mha_jax.attention.notation import Array, Bool
+from mha_jax.attention.checks import fit_rank
+from mha_jax.attention.constants import as_array
+from mha_jax.attention.notation import Array, ArrayLike, Bool
 from mha_jax.attention.pytrees import pytree
 
 
@@ -233,7 +234,7 @@ def dense(allowed: ArrayLike) -> Mask:
   Raises:
     ValueError: not boolean, or more than four dimensions.
   """
-  array = jnp.asarray(allowed)
+  array = as_array(allowed)
   if array.dtype != jnp.bool_:
     raise ValueError(
       f'mask has dtype {array.dtype}, but a mask is boolean, True may attend; '
@@ -283,7 +284,7 @@ def from_numbers(mask: Mask | ArrayLike | None) -> Mask | ArrayLike | None:
   no_array = isinstance(mask, Mask | str) or checks.is_function(mask)
   if mask is None or no_array:
     return mask  # what is no mask is refused where masks are joined
-  array = jnp.asarray(mask)
+  array: Any = mask if hasattr(mask, 'dtype') else jnp.asarray(mask)
   if array.dtype == jnp.bool_:
     return array
   known = not isinstance(array, jax.core.Tracer)
@@ -292,4 +293,4 @@ def from_numbers(mask: Mask | ArrayLike | None) -> Mask | ArrayLike | None:
       'mask holds negative numbers or NaN, but nonzero may attend; pass '
       'additive values as bias=, or mask == 0'
     )
-  return opaque(array) != 0
+  return as_array(array) != 0

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from mha_jax.attention import checks
 from mha_jax.attention.axes import Axis, Blocks
-from mha_jax.attention.checks import ArrayLike, as_integers
+from mha_jax.attention.checks import as_integers
 from mha_jax.attention.masks.algebra import And, Mask, check_peeled
-from mha_jax.attention.notation import Array, Bool, Int
+from mha_jax.attention.notation import Array, ArrayLike, Bool, Int
 from mha_jax.attention.pytrees import pytree
 
 
@@ -187,7 +187,9 @@ def window(left: Any, right: Any) -> Mask:
   return Window(*(None if x is None else int(x) for x in (left, right)))
 
 
-def lengths(lengths: ArrayLike, query_lengths: ArrayLike = None) -> Mask:
+def lengths(
+  lengths: ArrayLike | None, query_lengths: ArrayLike | None = None
+) -> Mask:
   """Only the first `lengths[b]` keys of batch row b may be attended to.
 
   Args:
@@ -201,7 +203,7 @@ def lengths(lengths: ArrayLike, query_lengths: ArrayLike = None) -> Mask:
   return Lengths(keys, queries)
 
 
-def segments(queries: ArrayLike, keys: ArrayLike = None) -> Mask:
+def segments(queries: ArrayLike, keys: ArrayLike | None = None) -> Mask:
   """A query may attend to the keys that have its segment number.
 
   For sequences packed into one row, and for padding with a number of its own.
