@@ -212,7 +212,7 @@ class Block(nn.Module):
       dtype=config.dtype,
       name='attention',
     )
-    y = attention(
+    y: Any = attention(
       nn.RMSNorm(dtype=config.dtype, name='attention_norm')(x),
       mask=mask,
       deterministic=deterministic,
@@ -292,7 +292,7 @@ class DecoderLM(nn.Module):
         raise ValueError('input_positions come from the cache; leave them None')
       _check_layers(config, cache, b)
       if valid is not None:
-        valid = layer_inputs.check_valid(valid, (b, t))
+        valid = layer_inputs.as_valid(valid, (b, t))
         tokens = jnp.where(valid, tokens, 0)  # whatever stands there
     input_positions = as_positions(
       'input_positions', input_positions, (b, t), (1, t), (t,)

@@ -1,21 +1,30 @@
-"""What the two front ends share: a module's arguments, and attention_fn."""
+"""The part that both front ends share: arguments, and attention_fn."""
 
 import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import mha_jax.flax_serialization  # noqa: F401  registers caches and masks
-from mha_jax.attention import Dropout, checks, layer_inputs, masks, shapes
+from mha_jax.attention import (
+  AttentionConfig,
+  Dropout,
+  checks,
+  layer_inputs,
+  masks,
+  shapes,
+)
 from mha_jax.attention.dot_product import dot_product_attention
 from mha_jax.attention.dtypes import compute_dtype, matmul_precision
-from mha_jax.attention.projections import Initializer, Row
+from mha_jax.attention.masks import Mask
+from mha_jax.attention.notation import ArrayLike
+from mha_jax.attention.variants import VARIANTS, build
 
 _PRODUCTS = (
   "use precision=, or Flax's own module with attention_fn=attention_fn from "
@@ -69,6 +78,22 @@ OF_OTHERS: Mapping[str, str] = MappingProxyType(
   }
 )
 """Arguments of another module than the one that they were given to."""
+
+Widths = tuple[int, int | None, int | None]
+
+
+class CallOptions(TypedDict, total=False):
+  """The options of calls in both front ends, beside inputs and a cache."""
+
+  mask: Mask | ArrayLike | None
+  deterministic: bool | None
+  sow_weights: bool
+  input_positions: ArrayLike | None
+  key_positions: ArrayLike | None
+  bias: ArrayLike | None
+  head_gates: ArrayLike | None
+  valid: ArrayLike | None
+
 
 Method = TypeVar('Method', bound=Callable[..., Any])
 
@@ -129,14 +154,13 @@ def refuse_unknown(
   return checked  # type: ignore[return-value]
 
 
-def refuse_inputs(inputs: Any) -> None:
-  """Raises a ValueError where a submodule of parameters is given inputs."""
-  if inputs:
-    raise ValueError(
-      'submodules own parameters and compute nothing; for layer.query(x) write '
-      "layer.config.table['query'].apply(layer.query(), x), which is heads "
-      'first, (b, h, t, k)'
-    )
+def refuse_inputs() -> None:
+  """Raises a ValueError: a submodule of parameters was given inputs."""
+  raise ValueError(
+    'submodules own parameters and compute nothing; for layer.query(x) write '
+    "layer.config.table['query'].apply(layer.query(), x), which is heads "
+    'first, (b, h, t, k)'
+  )
 
 
 def kind_of(kind: str, num_heads: int, num_kv_heads: int | None) -> str:
@@ -195,19 +219,45 @@ def head_dim_of(
   return head_dim
 
 
-def initializers_for(
-  name: str,
-  row: Row,
-  kernel_init: Initializer,
-  out_kernel_init: Initializer | None,
-  bias_init: Initializer,
-  out_bias_init: Initializer | None,
-) -> dict[str, Initializer]:
-  """The initialisers of a row's parameters, by the name of the row."""
-  if name == 'out':
-    kernel_init = out_kernel_init or kernel_init
-    bias_init = out_bias_init or bias_init
-  return {**row.initializers, 'kernel': kernel_init, 'bias': bias_init}
+def refuse_given(
+  given: Mapping[str, Any],
+  same: Mapping[str, tuple[Any, ...]] = MappingProxyType({}),
+) -> None:
+  """Refuses those of a module's fields or arguments that are not taken."""
+  refuse(same, **{name: given[name] for name in REPLACEMENTS if name in given})
+
+
+def grouped_config(
+  kind: str, given: Mapping[str, Any], widths: Widths
+) -> AttentionConfig:
+  """Builds the config of a module of the grouped family.
+
+  Args:
+    kind: 'mha', 'gqa' or 'mqa', as the module is called.
+    given: the module's fields or arguments by name.
+    widths: features of the three inputs; None: as the one before.
+  """
+  heads, kv_heads = given['num_heads'], given['num_kv_heads']
+  x, y, z = widths
+  head_dim = head_dim_of(heads, given['qkv_features'], given['head_dim'])
+  own = {'d_model': x, 'key_features': y, 'value_features': z}
+  kind = kind_of(kind, heads, kv_heads)
+  return _build(kind, given, {**own, 'head_dim': head_dim})
+
+
+def latent_config(given: Mapping[str, Any], widths: Widths) -> AttentionConfig:
+  """Builds the config of a latent module, see `grouped_config`."""
+  x, y, _ = widths
+  return _build('mla', given, {'d_model': x, 'kv_features': y})
+
+
+def _build(
+  kind: str, given: Mapping[str, Any], own: Mapping[str, Any]
+) -> AttentionConfig:
+  """Builds a config of the options that are given, and of our own."""
+  options = {x: given[x] for x in VARIANTS[kind].options if x in given}
+  options |= {'use_bias': bool(given['use_bias']), **own}
+  return build(kind, **options)
 
 
 def attention(
@@ -259,7 +309,7 @@ def attention(
         'deterministic=True'
       )
     dropout = Dropout(dropout_rng, dropout_rate)
-  batch, t, s = q.shape[:-3], q.shape[-3], k.shape[-3]
+  batch, t, s = shapes.batch_of(q, 3), q.shape[-3], k.shape[-3]
   by_position = isinstance(and_mask, masks.Mask) and and_mask.by_position
   if by_position and query_positions is None and t == 1 < s:
     raise ValueError(
@@ -268,10 +318,7 @@ def attention(
       'while decoding'
     )
   allowed = masks.all_of(
-    *(
-      shapes.fold('mask', masks.from_numbers(x), batch)
-      for x in (mask, and_mask)
-    )
+    *(batch.of_scores('mask', masks.from_numbers(x)) for x in (mask, and_mask))
   )
   with matmul_precision(precision):
     out = dot_product_attention(

@@ -1,4 +1,4 @@
-"""What is a user's own, by name: module:name, as configs write it."""
+"""Imports a user's own code by its name, module:name, as configs write it."""
 
 import importlib
 from typing import Any

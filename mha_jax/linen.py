@@ -13,7 +13,7 @@ says what to use instead.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack, overload
 
 import flax.linen as nn
 import jax
@@ -32,9 +32,10 @@ from mha_jax.attention import (
   init_cache,
   keys_values,
   masks,
-  variants,
 )
 from mha_jax.attention.caches import Cache
+from mha_jax.attention.masks import Mask
+from mha_jax.attention.notation import ArrayLike, DTypeLike
 from mha_jax.attention.projections import (
   INITIALIZERS,
   Initializer,
@@ -54,27 +55,41 @@ __all__ = [
 ]
 
 
+class LinenOptions(flax_arguments.CallOptions, total=False):
+  """The options of a call, beside inputs and a cache."""
+
+  dropout_rng: jax.Array | None
+  inputs_kv: None
+
+
 class Parameters(nn.Module):
   """Owns the parameters of one row of a table."""
 
   row: Row
-  initializers: dict[str, Initializer]
-  param_dtype: Any = jnp.float32
+  initializers: dict[str, Initializer]  # in place of the row's own
+  param_dtype: DTypeLike = jnp.float32
 
   @nn.compact
   def __call__(self, *inputs: Any) -> dict[str, jax.Array]:
-    flax_arguments.refuse_inputs(inputs)
-    return {
-      name: self.param(name, self._init(name), shape, self.param_dtype)
-      for name, shape in self.row.shapes.items()
-    }
+    if inputs:
+      flax_arguments.refuse_inputs()
+    params = {}
+    for name, shape in self.row.shapes.items():
+      if self.has_variable('params', name):
+        # `self.param` would trace the initialiser to compare shapes, which
+        # takes most of a call; `apply` compares them.
+        params[name] = meta.unbox(self.get_variable('params', name))
+      else:
+        init = self._init(name)
+        params[name] = self.param(name, init, shape, self.param_dtype)
+    return params
 
   def _init(self, name: str) -> Callable[..., Any]:
-    """The initialiser sees the flattened shape and may return a box."""
+    """Makes an initialiser that sees the flattened shape, may return a box."""
+    initializer = {**self.row.initializers, **self.initializers}[name]
 
     def init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
-      flat = self.row.init_shapes[name]
-      value = self.initializers[name](key, flat, dtype)
+      value = initializer(key, self.row.init_shapes[name], dtype)
       if not isinstance(value, meta.AxisMetadata):
         return jnp.reshape(value, shape)
       axis_names.check(
@@ -90,35 +105,69 @@ class Parameters(nn.Module):
 
 
 class _Shell(nn.Module):
-  """What all modules do; a subclass has the fields and says its config."""
+  """The calls of all modules; a subclass has fields, and makes its config."""
 
   def __init_subclass__(cls, **options: Any) -> None:
     super().__init_subclass__(**options)
     cls.__init__ = flax_arguments.refuse_unknown(cls.__init__)  # type: ignore
 
   def config_for(
-    self, inputs_q: Any, inputs_k: Any, inputs_v: Any
+    self,
+    inputs_q: ArrayLike,
+    inputs_k: ArrayLike | None,
+    inputs_v: ArrayLike | None,
   ) -> AttentionConfig:
     """The shape of the attention, by the module's fields and its inputs."""
     raise NotImplementedError
 
+  @overload
   def __call__(
     self,
-    inputs_q: Any,
-    inputs_k: Any = None,
-    inputs_v: Any = None,
+    inputs_q: ArrayLike,
+    inputs_k: ArrayLike | None = None,
+    inputs_v: ArrayLike | None = None,
     *,
-    inputs_kv: Any = None,
-    mask: Any = None,
+    cache: None = None,
+    **options: Unpack[LinenOptions],
+  ) -> jax.Array: ...
+  @overload
+  def __call__(
+    self,
+    inputs_q: ArrayLike,
+    inputs_k: ArrayLike | None = None,
+    inputs_v: ArrayLike | None = None,
+    *,
+    cache: Cache,
+    **options: Unpack[LinenOptions],
+  ) -> tuple[jax.Array, Cache]: ...
+  @overload
+  def __call__(
+    self,
+    inputs_q: ArrayLike,
+    inputs_k: ArrayLike | None = None,
+    inputs_v: ArrayLike | None = None,
+    *,
+    cache: Cache | None,
+    **options: Unpack[LinenOptions],
+  ) -> Any: ...
+
+  def __call__(
+    self,
+    inputs_q: ArrayLike,
+    inputs_k: ArrayLike | None = None,
+    inputs_v: ArrayLike | None = None,
+    *,
+    inputs_kv: None = None,
+    mask: Mask | ArrayLike | None = None,
     deterministic: bool | None = None,
     dropout_rng: jax.Array | None = None,
     sow_weights: bool = False,
-    input_positions: Any = None,
-    key_positions: Any = None,
-    bias: Any = None,
-    head_gates: Any = None,
-    cache: Any = None,
-    valid: Any = None,
+    input_positions: ArrayLike | None = None,
+    key_positions: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    head_gates: ArrayLike | None = None,
+    cache: Cache | None = None,
+    valid: ArrayLike | None = None,
   ) -> Any:
     """Attends from inputs_q to inputs_k, or to a cache.
 
@@ -181,13 +230,13 @@ class _Shell(nn.Module):
 
   def keys_values(
     self,
-    inputs_k: Any,
-    inputs_v: Any = None,
+    inputs_k: ArrayLike,
+    inputs_v: ArrayLike | None = None,
     *,
-    key_positions: Any = None,
-    lengths: Any = None,
+    key_positions: ArrayLike | None = None,
+    lengths: ArrayLike | None = None,
   ) -> StaticCache:
-    """What cross-attention attends to, projected once for many calls.
+    """Projects what cross-attention attends to, once for many calls.
 
     `module.apply(variables, y, method='keys_values')`. See
     `mha_jax.attention.keys_values`.
@@ -214,7 +263,7 @@ class _Shell(nn.Module):
     self,
     batch_size: int,
     capacity: int | None = None,
-    dtype: Any = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     *,
     window: int | None = None,
   ) -> Cache:
@@ -237,16 +286,14 @@ class _Shell(nn.Module):
   @nn.compact
   def _params(self, config: AttentionConfig) -> dict[str, dict[str, jax.Array]]:
     """The parameters of each row, from a submodule of its name."""
+    own = {'kernel': self.kernel_init, 'bias': self.bias_init}
+    out = {
+      'kernel': self.out_kernel_init or self.kernel_init,
+      'bias': self.out_bias_init or self.bias_init,
+    }
     params = {}
     for name, row in config.table.items():
-      initializers = flax_arguments.initializers_for(
-        name,
-        row,
-        self.kernel_init,
-        self.out_kernel_init,
-        self.bias_init,
-        self.out_bias_init,
-      )
+      initializers = out if name == 'out' else own
       params[name] = Parameters(
         row, initializers, self.param_dtype, name=name
       )()
@@ -295,8 +342,8 @@ class Attention(_Shell):
   """
 
   config: AttentionConfig
-  dtype: Any = None
-  param_dtype: Any = jnp.float32
+  dtype: DTypeLike | None = None
+  param_dtype: DTypeLike = jnp.float32
   dropout_rate: float = 0.0
   deterministic: bool | None = None
   precision: Any = None
@@ -307,7 +354,10 @@ class Attention(_Shell):
   implementation: str = 'auto'
 
   def config_for(
-    self, inputs_q: Any, inputs_k: Any, inputs_v: Any
+    self,
+    inputs_q: ArrayLike,
+    inputs_k: ArrayLike | None,
+    inputs_v: ArrayLike | None,
   ) -> AttentionConfig:
     return self.config
 
@@ -342,8 +392,8 @@ class GroupedQueryAttention(_Shell):
   kind = 'gqa'  # no field: the subclasses' own
 
   num_heads: int
-  dtype: Any = None
-  param_dtype: Any = jnp.float32
+  dtype: DTypeLike | None = None
+  param_dtype: DTypeLike = jnp.float32
   qkv_features: int | None = None
   out_features: int | None = None
   broadcast_dropout: bool = True
@@ -373,37 +423,16 @@ class GroupedQueryAttention(_Shell):
   implementation: str = 'auto'
 
   def config_for(
-    self, inputs_q: Any, inputs_k: Any, inputs_v: Any
+    self,
+    inputs_q: ArrayLike,
+    inputs_k: ArrayLike | None,
+    inputs_v: ArrayLike | None,
   ) -> AttentionConfig:
-    flax_arguments.refuse(
-      {'attention_fn': (nn.dot_product_attention,)},
-      attention_fn=self.attention_fn,
-      decode=self.decode,
-      qkv_dot_general=self.qkv_dot_general,
-      out_dot_general=self.out_dot_general,
-      qkv_dot_general_cls=self.qkv_dot_general_cls,
-      out_dot_general_cls=self.out_dot_general_cls,
-      qk_attn_weights_einsum_cls=self.qk_attn_weights_einsum_cls,
-      attn_weights_value_einsum_cls=self.attn_weights_value_einsum_cls,
+    flax_arguments.refuse_given(
+      vars(self), {'attention_fn': (nn.dot_product_attention,)}
     )
-    x, y, z = flax_arguments.widths(inputs_q, inputs_k, inputs_v)
-    return variants.build(
-      flax_arguments.kind_of(self.kind, self.num_heads, self.num_kv_heads),
-      d_model=x,
-      num_heads=self.num_heads,
-      num_kv_heads=self.num_kv_heads,
-      head_dim=flax_arguments.head_dim_of(
-        self.num_heads, self.qkv_features, self.head_dim
-      ),
-      v_head_dim=self.v_head_dim,
-      key_features=y,
-      value_features=z,
-      out_features=self.out_features,
-      use_bias=bool(self.use_bias),
-      normalize_qk=self.normalize_qk,
-      rope=self.rope,
-      logit_softcap=self.logit_softcap,
-    )
+    widths = flax_arguments.widths(inputs_q, inputs_k, inputs_v)
+    return flax_arguments.grouped_config(self.kind, vars(self), widths)
 
   def cache_config(self) -> AttentionConfig:
     k = flax_arguments.head_dim_of(
@@ -521,8 +550,8 @@ class MultiHeadLatentAttention(_Shell):
   rope: Rope | None = None
   logit_softcap: float | None = None
   form: str = 'auto'
-  dtype: Any = None
-  param_dtype: Any = jnp.float32
+  dtype: DTypeLike | None = None
+  param_dtype: DTypeLike = jnp.float32
   dropout_rate: float = 0.0
   deterministic: bool | None = None
   precision: Any = None
@@ -533,25 +562,13 @@ class MultiHeadLatentAttention(_Shell):
   implementation: str = 'auto'
 
   def config_for(
-    self, inputs_q: Any, inputs_k: Any, inputs_v: Any
+    self,
+    inputs_q: ArrayLike,
+    inputs_k: ArrayLike | None,
+    inputs_v: ArrayLike | None,
   ) -> AttentionConfig:
-    x, y, _ = flax_arguments.widths(inputs_q, inputs_k, inputs_v)
-    return variants.build(
-      'mla',
-      d_model=x,
-      num_heads=self.num_heads,
-      kv_lora_rank=self.kv_lora_rank,
-      q_lora_rank=self.q_lora_rank,
-      qk_nope_head_dim=self.qk_nope_head_dim,
-      qk_rope_head_dim=self.qk_rope_head_dim,
-      v_head_dim=self.v_head_dim,
-      kv_features=y,
-      out_features=self.out_features,
-      use_bias=bool(self.use_bias),
-      rope=self.rope,
-      logit_softcap=self.logit_softcap,
-      form=self.form,
-    )
+    widths = flax_arguments.widths(inputs_q, inputs_k, inputs_v)
+    return flax_arguments.latent_config(vars(self), widths)
 
   def cache_config(self) -> AttentionConfig:
     k = self.qk_nope_head_dim
@@ -564,16 +581,16 @@ class MultiHeadLatentAttention(_Shell):
 
 
 def attention_fn(
-  query: Any,
-  key: Any,
-  value: Any,
-  bias: Any = None,
-  mask: Any = None,
+  query: ArrayLike,
+  key: ArrayLike,
+  value: ArrayLike,
+  bias: ArrayLike | None = None,
+  mask: Mask | ArrayLike | None = None,
   broadcast_dropout: bool = True,
   dropout_rng: jax.Array | None = None,
   dropout_rate: float = 0.0,
   deterministic: bool = False,
-  dtype: Any = None,
+  dtype: DTypeLike | None = None,
   precision: Any = None,
   module: nn.Module | None = None,
   force_fp32_for_softmax: bool = False,
@@ -581,8 +598,8 @@ def attention_fn(
   qk_attn_weights_einsum: Any = None,
   attn_weights_value_einsum: Any = None,
   *,
-  and_mask: Any = None,
-  query_positions: Any = None,
+  and_mask: Mask | ArrayLike | None = None,
+  query_positions: ArrayLike | None = None,
   logit_softcap: float | None = None,
   implementation: str | None = None,
 ) -> jax.Array:

@@ -13,9 +13,10 @@ do not take says what to use instead.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +37,10 @@ from mha_jax.attention import (
   keys_values,
   masks,
   shapes,
-  variants,
 )
 from mha_jax.attention.caches import Cache
+from mha_jax.attention.masks import Mask
+from mha_jax.attention.notation import ArrayLike, DTypeLike
 from mha_jax.attention.projections import INITIALIZERS, Initializer, Row
 
 __all__ = [
@@ -54,6 +56,16 @@ Metadata = Mapping[str, Any]
 NO_METADATA: Metadata = MappingProxyType({})
 
 
+class NnxOptions(flax_arguments.CallOptions, total=False):
+  """The options of a call, beside inputs and a cache."""
+
+  rngs: nnx.Rngs | nnx.RngStream | None
+  decode: bool | None
+  is_causal: bool
+  out_sharding: None
+  qkv_sharding: None
+
+
 class Parameters(nnx.Module):
   """Owns the parameters of one row of a table, each an `nnx.Param`."""
 
@@ -63,7 +75,7 @@ class Parameters(nnx.Module):
     row: Row,
     initializers: Mapping[str, Initializer],
     metadata: Mapping[str, Metadata],
-    param_dtype: Any,
+    param_dtype: DTypeLike,
     rngs: nnx.Rngs,
   ):
     self.names = tuple(row.shapes)
@@ -84,7 +96,8 @@ class Parameters(nnx.Module):
       self.bias = None  # as in Flax
 
   def __call__(self, *inputs: Any) -> dict[str, jax.Array]:
-    flax_arguments.refuse_inputs(inputs)
+    if inputs:
+      flax_arguments.refuse_inputs()
     return {name: getattr(self, name)[...] for name in self.names}
 
   def metadata(self, key: str) -> dict[str, Any]:
@@ -128,8 +141,8 @@ class Attention(nnx.Module):
     self,
     config: AttentionConfig,
     *,
-    dtype: Any = None,
-    param_dtype: Any = jnp.float32,
+    dtype: DTypeLike | None = None,
+    param_dtype: DTypeLike = jnp.float32,
     dropout_rate: float = 0.0,
     deterministic: bool | None = None,
     precision: Any = None,
@@ -160,10 +173,13 @@ class Attention(nnx.Module):
     self.precision = precision
     self.implementation = implementation
     self.row_names = tuple(config.table)
+    own = {'kernel': kernel_init, 'bias': bias_init}
+    out = {
+      'kernel': out_kernel_init or kernel_init,
+      'bias': out_bias_init or bias_init,
+    }
     for name, row in config.table.items():
-      initializers = flax_arguments.initializers_for(
-        name, row, kernel_init, out_kernel_init, bias_init, out_bias_init
-      )
+      initializers = {**row.initializers, **(out if name == 'out' else own)}
       metadata = {
         'kernel': kernel_metadata,
         'bias': bias_metadata,
@@ -180,26 +196,57 @@ class Attention(nnx.Module):
     keep = keep_rngs and dropout_rate > 0
     self.rngs = rngs.dropout.fork() if keep else None
 
+  @overload
   def __call__(
     self,
-    inputs_q: Any,
-    inputs_k: Any = None,
-    inputs_v: Any = None,
+    inputs_q: ArrayLike,
+    inputs_k: ArrayLike | None = None,
+    inputs_v: ArrayLike | None = None,
     *,
-    mask: Any = None,
+    cache: None = None,
+    **options: Unpack[NnxOptions],
+  ) -> jax.Array: ...
+  @overload
+  def __call__(
+    self,
+    inputs_q: ArrayLike,
+    inputs_k: ArrayLike | None = None,
+    inputs_v: ArrayLike | None = None,
+    *,
+    cache: Cache,
+    **options: Unpack[NnxOptions],
+  ) -> tuple[jax.Array, Cache]: ...
+  @overload
+  def __call__(
+    self,
+    inputs_q: ArrayLike,
+    inputs_k: ArrayLike | None = None,
+    inputs_v: ArrayLike | None = None,
+    *,
+    cache: Cache | None,
+    **options: Unpack[NnxOptions],
+  ) -> Any: ...
+
+  def __call__(
+    self,
+    inputs_q: ArrayLike,
+    inputs_k: ArrayLike | None = None,
+    inputs_v: ArrayLike | None = None,
+    *,
+    mask: Mask | ArrayLike | None = None,
     deterministic: bool | None = None,
     rngs: nnx.Rngs | nnx.RngStream | None = None,
     sow_weights: bool = False,
     decode: bool | None = None,
     is_causal: bool = False,
-    out_sharding: Any = None,
-    qkv_sharding: Any = None,
-    input_positions: Any = None,
-    key_positions: Any = None,
-    bias: Any = None,
-    head_gates: Any = None,
-    cache: Any = None,
-    valid: Any = None,
+    out_sharding: None = None,
+    qkv_sharding: None = None,
+    input_positions: ArrayLike | None = None,
+    key_positions: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    head_gates: ArrayLike | None = None,
+    cache: Cache | None = None,
+    valid: ArrayLike | None = None,
   ) -> Any:
     """Attends from inputs_q to inputs_k, or to a cache.
 
@@ -238,7 +285,8 @@ class Attention(nnx.Module):
     mask = masks.from_numbers(mask)
     if is_causal:
       mask = masks.all_of(
-        masks.causal(), shapes.fold('mask', mask, np.shape(inputs_q)[:-2])
+        masks.causal(),
+        shapes.Batch(np.shape(inputs_q)[:-2]).of_scores('mask', mask),
       )
     out = apply(
       self.config,
@@ -267,13 +315,16 @@ class Attention(nnx.Module):
 
   def keys_values(
     self,
-    inputs_k: Any,
-    inputs_v: Any = None,
+    inputs_k: ArrayLike,
+    inputs_v: ArrayLike | None = None,
     *,
-    key_positions: Any = None,
-    lengths: Any = None,
+    key_positions: ArrayLike | None = None,
+    lengths: ArrayLike | None = None,
   ) -> StaticCache:
-    """What cross-attention attends to, see `mha_jax.attention.keys_values`."""
+    """Projects what cross-attention attends to, once for many calls.
+
+    See `mha_jax.attention.keys_values`.
+    """
     return keys_values(
       self.config,
       self._params(),
@@ -290,7 +341,7 @@ class Attention(nnx.Module):
     self,
     batch_size: int,
     capacity: int | None = None,
-    dtype: Any = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     *,
     window: int | None = None,
   ) -> Cache:
@@ -313,7 +364,7 @@ class Attention(nnx.Module):
     batch_size: Any = None,
     max_length: int | None = None,
   ) -> None:
-    """What `nnx.view` sets.
+    """Sets what `nnx.view` sets.
 
     Args:
       deterministic: whether dropout is off.
@@ -348,6 +399,10 @@ class Attention(nnx.Module):
         'keep_rngs=True'
       )
     return Dropout(stream(), self.dropout_rate)
+
+
+SHARED = tuple(inspect.signature(Attention.__init__).parameters)[2:]
+"""The arguments of `Attention`, but its config."""
 
 
 class GroupedQueryAttention(Attention):
@@ -389,8 +444,8 @@ class GroupedQueryAttention(Attention):
     num_kv_heads: int | None = None,
     in_kv_features: int | None = None,
     *,
-    dtype: Any = None,
-    param_dtype: Any = jnp.float32,
+    dtype: DTypeLike | None = None,
+    param_dtype: DTypeLike = jnp.float32,
     broadcast_dropout: bool = True,
     dropout_rate: float = 0.0,
     deterministic: bool | None = None,
@@ -403,9 +458,9 @@ class GroupedQueryAttention(Attention):
     attention_fn: Callable[..., Any] | None = None,
     decode: bool | None = None,
     normalize_qk: bool | str = False,
-    qkv_promote_dtype: Any = None,
-    out_promote_dtype: Any = None,
-    ln_promote_dtype: Any = None,
+    qkv_promote_dtype: DTypeLike | None = None,
+    out_promote_dtype: DTypeLike | None = None,
+    ln_promote_dtype: DTypeLike | None = None,
     qkv_dot_general: Any = None,
     out_dot_general: Any = None,
     qkv_dot_general_cls: Any = None,
@@ -424,59 +479,22 @@ class GroupedQueryAttention(Attention):
     logit_softcap: float | None = None,
     implementation: str = 'auto',
   ):
-    flax_arguments.refuse(
-      {
-        'attention_fn': (nnx.dot_product_attention,),
-        'qkv_promote_dtype': (dtypes.promote_dtype,),
-        'out_promote_dtype': (dtypes.promote_dtype,),
-        'ln_promote_dtype': (dtypes.promote_dtype,),
-      },
-      attention_fn=attention_fn,
-      decode=decode,
-      qkv_promote_dtype=qkv_promote_dtype,
-      out_promote_dtype=out_promote_dtype,
-      ln_promote_dtype=ln_promote_dtype,
-      qkv_dot_general=qkv_dot_general,
-      out_dot_general=out_dot_general,
-      qkv_dot_general_cls=qkv_dot_general_cls,
-      out_dot_general_cls=out_dot_general_cls,
+    given = dict(locals())
+    promote = (dtypes.promote_dtype,)
+    same = dict.fromkeys(
+      ('qkv_promote_dtype', 'out_promote_dtype', 'ln_promote_dtype'), promote
     )
-    del broadcast_dropout
+    flax_arguments.refuse_given(
+      given, {**same, 'attention_fn': (nnx.dot_product_attention,)}
+    )
+    widths = in_features, in_kv_features, None
     super().__init__(
-      variants.build(
-        flax_arguments.kind_of(self.kind, num_heads, num_kv_heads),
-        d_model=in_features,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=flax_arguments.head_dim_of(num_heads, qkv_features, head_dim),
-        v_head_dim=v_head_dim,
-        key_features=in_kv_features,
-        out_features=out_features,
-        use_bias=bool(use_bias),
-        normalize_qk=normalize_qk,
-        rope=rope,
-        logit_softcap=logit_softcap,
-      ),
-      dtype=dtype,
-      param_dtype=param_dtype,
-      dropout_rate=dropout_rate,
-      deterministic=deterministic,
-      precision=precision,
-      kernel_init=kernel_init,
-      out_kernel_init=out_kernel_init,
-      bias_init=bias_init,
-      out_bias_init=out_bias_init,
-      implementation=implementation,
-      rngs=rngs,
-      keep_rngs=keep_rngs,
-      kernel_metadata=kernel_metadata,
-      out_kernel_metadata=out_kernel_metadata,
-      bias_metadata=bias_metadata,
-      out_bias_metadata=out_bias_metadata,
+      flax_arguments.grouped_config(self.kind, given, widths),
       scale_metadata={
         'query_ln': query_ln_scale_metadata,
         'key_ln': key_ln_scale_metadata,
       },
+      **{name: given[name] for name in SHARED if name in given},
     )
 
 
@@ -544,43 +562,29 @@ class MultiHeadLatentAttention(Attention):
     rngs: nnx.Rngs,
     **shared: Any,
   ):
-    config = variants.build(
-      'mla',
-      d_model=in_features,
-      num_heads=num_heads,
-      kv_lora_rank=kv_lora_rank,
-      q_lora_rank=q_lora_rank,
-      qk_nope_head_dim=qk_nope_head_dim,
-      qk_rope_head_dim=qk_rope_head_dim,
-      v_head_dim=v_head_dim,
-      kv_features=in_kv_features,
-      out_features=out_features,
-      use_bias=bool(use_bias),
-      rope=rope,
-      logit_softcap=logit_softcap,
-      form=form,
-    )
+    widths = in_features, in_kv_features, None
+    config = flax_arguments.latent_config(locals(), widths)
     super().__init__(config, rngs=rngs, **shared)
 
 
 def attention_fn(
-  query: Any,
-  key: Any,
-  value: Any,
-  bias: Any = None,
-  mask: Any = None,
+  query: ArrayLike,
+  key: ArrayLike,
+  value: ArrayLike,
+  bias: ArrayLike | None = None,
+  mask: Mask | ArrayLike | None = None,
   broadcast_dropout: bool = True,
   dropout_rng: jax.Array | None = None,
   dropout_rate: float = 0.0,
   deterministic: bool = False,
-  dtype: Any = None,
+  dtype: DTypeLike | None = None,
   precision: Any = None,
   module: nnx.Module | None = None,
-  promote_dtype: Any = None,
+  promote_dtype: DTypeLike | None = None,
   is_causal: bool = False,
   *,
-  and_mask: Any = None,
-  query_positions: Any = None,
+  and_mask: Mask | ArrayLike | None = None,
+  query_positions: ArrayLike | None = None,
   logit_softcap: float | None = None,
   implementation: str | None = None,
 ) -> jax.Array:

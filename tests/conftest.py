@@ -17,7 +17,7 @@ from jaxtyping import install_import_hook
 if 'mha_jax.attention' in sys.modules:
   raise RuntimeError('mha_jax.attention was imported before its import hook')
 # Shaped annotations are checked at every call while testing.
-install_import_hook('mha_jax.attention', 'beartype.beartype')
+install_import_hook('mha_jax.attention', 'shape_checks.checked')
 
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 

@@ -79,17 +79,18 @@ class SharingTableTest(parameterized.TestCase):
     rows = rows_of('MLA absorbed')
     self.assertLen(rows, 6)
     for name, *shown, _ in rows:
-      config, seen, each = config_of(name), [], heads.each
+      config, seen = config_of(name), []
+      mapping = heads._over_leading_axis
 
-      def record(function, *args, seen=seen, each=each, **options):
-        if len(args) == 3:
+      def record(function, in_turn, *args, seen=seen, mapping=mapping):
+        if len(args) > 2:
           seen.append(args[:2])
-        return each(function, *args, **options)
+        return mapping(function, in_turn, *args)
 
       shapes = jax.eval_shape(
         functools.partial(init_table, config.table), jax.random.key(0)
       )
-      with patched(heads, each=record):
+      with patched(heads, _over_leading_axis=record):
         jax.eval_shape(
           functools.partial(attention.apply, config),
           shapes,

@@ -90,7 +90,7 @@ class Blocks:
     return jnp.min(rows, axis=1), jnp.max(rows, axis=1)
 
   def any(self, x: Bool[Array, '#size _']) -> Bool[Array, '#blocks _']:
-    """Whether any row of each block is True; a shared row stays one."""
+    """True where any row of a block is; a shared row stays one."""
     if x.shape[0] == 1:
       return x
     rest = self.count * self.block - self.size

@@ -1,4 +1,4 @@
-"""What decoding keeps of past tokens: frozen pytrees that grow by `extend`.
+"""Caches of past tokens: frozen pytrees that grow by `extend`.
 
 Entries are a variant's own, keys and values or a latent, heads first:
 (b, heads, slots, features). Every batch row has a length of its own. A new
@@ -25,7 +25,7 @@ import numpy as np
 
 from mha_jax.attention import checks
 from mha_jax.attention.dtypes import compute_dtype
-from mha_jax.attention.notation import Array
+from mha_jax.attention.notation import Array, DTypeLike
 from mha_jax.attention.pytrees import pytree
 from mha_jax.attention.sharded_rows import rows_alike
 from mha_jax.attention.variants.config import AttentionConfig
@@ -35,7 +35,7 @@ Entries = tuple[Array, ...]
 
 @pytree
 class View:
-  """What the queries of a call may attend to.
+  """The keys that the queries of a call may attend to.
 
   Args:
     entries: arrays (b, heads, s, features).
@@ -50,7 +50,7 @@ class View:
 
 @pytree
 class Cache:
-  """What all caches share.
+  """The part that all caches share.
 
   Args:
     entries: arrays (b, heads, slots, features).
@@ -76,7 +76,7 @@ class Cache:
 
   @property
   def window(self) -> int | None:
-    """How far back a query sees, itself included; None: to the beginning."""
+    """The tokens that a query sees, its own included; None: all before it."""
     return None
 
   @property
@@ -87,6 +87,9 @@ class Cache:
   def positions(self, t: int, valid: Array | None = None) -> Array:
     """The positions (b, t) of the next t tokens, of which some are padding."""
     return self.lengths[:, None] + _ordinals(t, valid)
+
+  def check_room(self, t: int, valid: Array | None = None) -> None:
+    """Raises a ValueError for a row past its capacity, where that is known."""
 
   def extend(
     self, new: Entries, valid: Array | None = None
@@ -114,12 +117,28 @@ class KVCache(Cache):
   def overflowed(self) -> Array:
     return self.lengths > self.slots
 
+  def check_room(self, t: int, valid: Array | None = None) -> None:
+    if isinstance(self.lengths, jax.core.Tracer):
+      return
+    after = self.lengths + _counts(t, valid)
+    if isinstance(after, jax.core.Tracer):
+      return
+    before, after = np.asarray(self.lengths), np.asarray(after)
+    full = np.flatnonzero(after > self.slots)
+    if full.size:
+      row = int(full[0])
+      raise ValueError(
+        f'cache row {row} holds {before[row]} tokens of capacity={self.slots} '
+        f'and cannot take {after[row] - before[row]} more; make it with a '
+        f'capacity of {after.max()} or more'
+      )
+
   def extend(
     self, new: Entries, valid: Array | None = None
   ) -> tuple[Cache, View]:
     t = new[0].shape[2]
+    self.check_room(t, valid)
     lengths = self.lengths + _counts(t, valid)
-    _check_room(self.lengths, lengths, self.slots)
     fits = (lengths <= self.slots)[:, None]
     write = fits if valid is None else fits & valid
     slots = jnp.where(write, self.positions(t, valid), self.slots)
@@ -202,7 +221,7 @@ def init_cache(
   config: AttentionConfig,
   batch_size: int,
   capacity: int | None = None,
-  dtype: Any = jnp.float32,
+  dtype: DTypeLike = jnp.float32,
   *,
   window: int | None = None,
 ) -> Cache:
@@ -277,29 +296,15 @@ def check_cache(config: AttentionConfig, cache: Any, batch: int) -> None:
 
 
 def _ordinals(t: int, valid: Array | None) -> Array:
-  """(b, t) or (1, t): how many tokens stand before each."""
+  """Counts the tokens before each one: (b, t) or (1, t)."""
   if valid is None:
     return jnp.arange(t)[None, :]
   return jnp.cumsum(valid, axis=1, dtype=jnp.int32) - valid.astype(jnp.int32)
 
 
 def _counts(t: int, valid: Array | None) -> Any:
-  """How many tokens each row is given."""
+  """Counts the tokens that each row is given."""
   return t if valid is None else jnp.sum(valid, axis=1, dtype=jnp.int32)
-
-
-def _check_room(before: Array, after: Array, capacity: int) -> None:
-  """Raises a ValueError for rows past the capacity, where lengths are known."""
-  if isinstance(after, jax.core.Tracer):
-    return
-  full = np.flatnonzero(np.asarray(after) > capacity)
-  if full.size:
-    row = int(full[0])
-    raise ValueError(
-      f'cache row {row} holds {int(before[row])} tokens of capacity={capacity} '
-      f'and cannot take {int(after[row] - before[row])} more; make it with a '
-      f'capacity of {int(np.max(np.asarray(after)))} or more'
-    )
 
 
 def _write(entries: Entries, new: Entries, slots: Array) -> Entries:

@@ -33,7 +33,7 @@ def plain(value: Any) -> Any:
 
 
 def is_function(value: Any) -> bool:
-  """Whether a function stands where an array should.
+  """Tells whether a function stands where an array should.
 
   Flax's variables are arrays that can be called.
   """
@@ -216,7 +216,7 @@ def as_integers(
 
 
 def _if_traced(value: Any) -> str:
-  """What to do where a number is not known yet."""
+  """Says what to do where a number is not known yet."""
   if not isinstance(value, jax.core.Tracer):
     return ''
   return '; it is traced: let it be a static argument, or a Python number'

@@ -19,7 +19,7 @@ LARGE = 2**16
 
 
 def as_array(values: ArrayLike) -> Array:
-  """`jnp.asarray(values)`, made for a program where it is a constant of one."""
+  """Does as `jnp.asarray`, and makes a constant of a program small."""
   array = values if isinstance(values, jax.Array) else np.asarray(values)
   if not _is_constant(array):
     return opaque(jnp.asarray(values))
@@ -36,7 +36,7 @@ def as_array(values: ArrayLike) -> Array:
 
 
 def opaque(array: Array) -> Array:
-  """The same array, which XLA does not look into while it compiles."""
+  """Returns the array, hidden from XLA's interpreter while it compiles."""
   if not all(isinstance(size, int) for size in array.shape):
     return array  # symbolic, and so no constant
   small = array.size < LARGE // 8
@@ -44,7 +44,7 @@ def opaque(array: Array) -> Array:
 
 
 def _is_constant(array: Array | np.ndarray) -> bool:
-  """Whether a known array of one device, and a large one, enters a program."""
+  """Tells whether a large array, known and on one device, enters a program."""
   if isinstance(array, jax.core.Tracer) or math.prod(array.shape) < LARGE:
     return False
   if isinstance(array, jax.Array) and len(array.devices()) > 1:

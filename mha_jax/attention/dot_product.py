@@ -1,39 +1,105 @@
 """`jax.nn.dot_product_attention`'s signature and layout over our core."""
 
-import math
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax.numpy as jnp
 import numpy as np
 
 from mha_jax.attention import heads, masks, shapes
-from mha_jax.attention.notation import Array
+from mha_jax.attention.masks import Mask
+from mha_jax.attention.notation import Array, ArrayLike
+from mha_jax.attention.one_head.dropout import Dropout
 
 IMPLEMENTATIONS = {'xla': 'exact'}
-"""What names of `jax.nn` stand for; any other is one of ours."""
+"""Our implementations for the names of `jax.nn`; any other is one of ours."""
+
+
+class DotProductOptions(TypedDict, total=False):
+  """The options that leave the kind of the result as it is."""
+
+  scale: float | Array | None
+  is_causal: bool
+  query_seq_lengths: ArrayLike | None
+  key_value_seq_lengths: ArrayLike | None
+  local_window_size: int | tuple[int, int] | None
+  implementation: str | None
+  logit_softcap: float | None
+  query_positions: ArrayLike | None
+  key_positions: ArrayLike | None
+  dropout: Dropout | None
+
+
+@overload
+def dot_product_attention(
+  query: ArrayLike,
+  key: ArrayLike,
+  value: ArrayLike,
+  bias: ArrayLike | None = None,
+  mask: Mask | ArrayLike | None = None,
+  *,
+  return_weights: Literal[False] = False,
+  return_residual: Literal[False] = False,
+  **options: Unpack[DotProductOptions],
+) -> Array: ...
+@overload
+def dot_product_attention(
+  query: ArrayLike,
+  key: ArrayLike,
+  value: ArrayLike,
+  bias: ArrayLike | None = None,
+  mask: Mask | ArrayLike | None = None,
+  *,
+  return_weights: Literal[True],
+  return_residual: bool = False,
+  **options: Unpack[DotProductOptions],
+) -> tuple[Array, ...]: ...
+@overload
+def dot_product_attention(
+  query: ArrayLike,
+  key: ArrayLike,
+  value: ArrayLike,
+  bias: ArrayLike | None = None,
+  mask: Mask | ArrayLike | None = None,
+  *,
+  return_weights: bool = False,
+  return_residual: Literal[True],
+  **options: Unpack[DotProductOptions],
+) -> tuple[Array, ...]: ...
+@overload
+def dot_product_attention(
+  query: ArrayLike,
+  key: ArrayLike,
+  value: ArrayLike,
+  bias: ArrayLike | None = None,
+  mask: Mask | ArrayLike | None = None,
+  *,
+  return_weights: bool,
+  return_residual: bool,
+  **options: Unpack[DotProductOptions],
+) -> Any: ...
 
 
 def dot_product_attention(
-  query: Any,
-  key: Any,
-  value: Any,
-  bias: Any = None,
-  mask: Any = None,
+  query: ArrayLike,
+  key: ArrayLike,
+  value: ArrayLike,
+  bias: ArrayLike | None = None,
+  mask: Mask | ArrayLike | None = None,
   *,
   scale: float | Array | None = None,
   is_causal: bool = False,
-  query_seq_lengths: Any = None,
-  key_value_seq_lengths: Any = None,
-  local_window_size: Any = None,
+  query_seq_lengths: ArrayLike | None = None,
+  key_value_seq_lengths: ArrayLike | None = None,
+  local_window_size: int | tuple[int, int] | None = None,
   implementation: str | None = None,
   return_residual: bool = False,
   logit_softcap: float | None = None,
-  query_positions: Any = None,
-  key_positions: Any = None,
-  dropout: Any = None,
+  query_positions: ArrayLike | None = None,
+  key_positions: ArrayLike | None = None,
+  dropout: Dropout | None = None,
   return_weights: bool = False,
 ) -> Any:
-  """Attention of h query heads over n key/value heads, heads last but one.
+  """Attends with h query heads to n key/value heads, heads last but one.
 
   A drop-in for `jax.nn.dot_product_attention`, with our contracts: a query that
   may attend to nothing gets zeros, scores are float32 at least.
@@ -76,24 +142,22 @@ def dot_product_attention(
         f'{name} of shape {x.shape} must be (..., length, heads, features) '
         f"with the query's batch dimensions {q.shape[:-3]}"
       )
-  batch, t, s = q.shape[:-3], q.shape[-3], k.shape[-3]
+  batch, t, s = shapes.batch_of(q, 3), q.shape[-3], k.shape[-3]
   lengths = (key_value_seq_lengths, query_seq_lengths)
   mask = masks.all_of(
-    shapes.fold('mask', mask, batch),
+    batch.of_scores('mask', mask),
     masks.causal() if is_causal else None,
     masks.lengths(*lengths) if any(x is not None for x in lengths) else None,
     _window(local_window_size),
   )
   out = heads.multihead_attention(
-    *(_heads_first(x) for x in (q, k, v)),
+    *(jnp.swapaxes(batch.merge(x), 1, 2) for x in (q, k, v)),
     mask=mask,
-    bias=shapes.fold('bias', bias, batch),
+    bias=batch.of_scores('bias', bias),
     scale=scale,
     logit_softcap=logit_softcap,
-    query_positions=shapes.positions(
-      'query_positions', query_positions, batch, t
-    ),
-    key_positions=shapes.positions('key_positions', key_positions, batch, s),
+    query_positions=batch.of_tokens('query_positions', query_positions, t),
+    key_positions=batch.of_tokens('key_positions', key_positions, s),
     dropout=dropout,
     return_weights=return_weights,
     return_residual=return_residual,
@@ -101,27 +165,22 @@ def dot_product_attention(
     if implementation is None
     else IMPLEMENTATIONS.get(implementation, implementation),
   )
-  o, *asked = out if return_weights or return_residual else (out,)
-  asked = [jnp.reshape(x, (*batch, *x.shape[1:])) for x in asked]
+  o, *more = out if return_weights or return_residual else (out,)
+  more = [batch.split(x) for x in more]
   if return_residual:
-    asked[-1] = jnp.swapaxes(asked[-1], -1, -2)
-  o = jnp.swapaxes(o, 1, 2)
-  o = jnp.reshape(o, (*batch, *o.shape[1:]))
-  return (o, *asked) if asked else o
+    more[-1] = jnp.swapaxes(more[-1], -1, -2)
+  o = batch.split(jnp.swapaxes(o, 1, 2))
+  return (o, *more) if more else o
 
 
-def _heads_first(x: Array) -> Array:
-  """(..., length, heads, features) -> (b, heads, length, features)."""
-  flat = jnp.reshape(x, (math.prod(x.shape[:-3]), *x.shape[-3:]))
-  return jnp.swapaxes(flat, 1, 2)
-
-
-def _window(size: Any) -> masks.Mask | None:
-  """The mask of a window (left, right), or of one number for both."""
-  if size is None or np.ndim(size) == 0:
-    return None if size is None else masks.window(size, size)
-  if len(size) != 2:
+def _window(size: int | tuple[int, int] | None) -> Mask | None:
+  """Makes the mask of a window (left, right), or of one number for both."""
+  if size is None:
+    return None
+  both = isinstance(size, tuple | list | np.ndarray)
+  sides = tuple(size) if both else (size, size)  # type: ignore[arg-type]
+  if len(sides) != 2:
     raise ValueError(
       f'local_window_size={size} must be (left, right) or one number for both'
     )
-  return masks.window(*size)
+  return masks.window(*sides)

@@ -1,4 +1,4 @@
-"""Which dtype to compute in, which to accumulate in, and how precisely."""
+"""The dtype to compute in, the one to accumulate in, and the precision."""
 
 import contextlib
 from typing import Any
@@ -10,7 +10,7 @@ from mha_jax.attention.notation import Array
 
 
 def compute_dtype(dtype: Any, *arrays: Array) -> Any:
-  """The dtype to compute in: `dtype`, or the arrays' common floating one.
+  """Returns the dtype to compute in: `dtype`, or the arrays' floating one.
 
   Raises:
     ValueError: the dtype is no floating one, or an array is complex.
@@ -35,7 +35,7 @@ def compute_dtype(dtype: Any, *arrays: Array) -> Any:
 
 
 def wide_dtype(dtype: Any) -> Any:
-  """The dtype to accumulate in: float64 for float64, else float32."""
+  """Returns the dtype to accumulate in: float64 for float64, else float32."""
   return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
 
 

@@ -15,52 +15,102 @@ and values by head and one rotary key, (0, None) and 0; absorbed, it is MQA.
 Masks, biases, positions and dropout keys ride along by the same rule.
 """
 
+import contextlib
 import dataclasses
 import functools
-import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 
-from mha_jax.attention import checks, implementations, masks, shapes
+from mha_jax.attention import implementations, shapes
 from mha_jax.attention.axes import Axis, Blocks
 from mha_jax.attention.constants import opaque
-from mha_jax.attention.dtypes import compute_dtype, wide_dtype
-from mha_jax.attention.each import each
-from mha_jax.attention.notation import Array, Parts, Shaped
+from mha_jax.attention.dtypes import compute_dtype
+from mha_jax.attention.masks import Mask
+from mha_jax.attention.notation import Array, ArrayLike, Parts, Shaped
 from mha_jax.attention.one_head import block_pairs, blockwise, exact
-from mha_jax.attention.one_head.dropout import check_dropout
+from mha_jax.attention.one_head.block_pairs import BlockPairs, BlockSizes
+from mha_jax.attention.one_head.dropout import Dropout
+from mha_jax.attention.one_head.exact import Attended, as_parts
+from mha_jax.attention.scores import (
+  AskedOptions,
+  Scores,
+  ScoresOptions,
+  checked_scores,
+)
 from mha_jax.attention.sharded_rows import rows_over_devices
 
 KeysValues = tuple[Parts, Array]
-Extras = dict[str, Any]
-"""What belongs to a score and not to q, k or v: leaves lead with (b, n, g)."""
+Mapped = Callable[..., Any]
 
-IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
-  'exact': exact.attend,
-  'blockwise': blockwise.attend,
-}
+
+class HeadsOptions(ScoresOptions, total=False):
+  """The options of `multihead_attention` that leave its result as it is."""
+
+  implementation: str
+
+
+@overload
+def multihead_attention(
+  q_BHTK: ArrayLike | tuple[ArrayLike, ...],
+  k_BNSK: ArrayLike | tuple[ArrayLike, ...],
+  v_BNSV: ArrayLike,
+  *,
+  return_weights: Literal[False] = False,
+  return_residual: Literal[False] = False,
+  **options: Unpack[HeadsOptions],
+) -> Array: ...
+@overload
+def multihead_attention(
+  q_BHTK: ArrayLike | tuple[ArrayLike, ...],
+  k_BNSK: ArrayLike | tuple[ArrayLike, ...],
+  v_BNSV: ArrayLike,
+  *,
+  return_weights: Literal[True],
+  return_residual: bool = False,
+  **options: Unpack[HeadsOptions],
+) -> tuple[Array, ...]: ...
+@overload
+def multihead_attention(
+  q_BHTK: ArrayLike | tuple[ArrayLike, ...],
+  k_BNSK: ArrayLike | tuple[ArrayLike, ...],
+  v_BNSV: ArrayLike,
+  *,
+  return_weights: bool = False,
+  return_residual: Literal[True],
+  **options: Unpack[HeadsOptions],
+) -> tuple[Array, ...]: ...
+@overload
+def multihead_attention(
+  q_BHTK: ArrayLike | tuple[ArrayLike, ...],
+  k_BNSK: ArrayLike | tuple[ArrayLike, ...],
+  v_BNSV: ArrayLike,
+  *,
+  return_weights: bool,
+  return_residual: bool,
+  **options: Unpack[HeadsOptions],
+) -> Any: ...
 
 
 def multihead_attention(
-  q_BHTK: Any,
-  k_BNSK: Any,
-  v_BNSV: Any,
+  q_BHTK: ArrayLike | tuple[ArrayLike, ...],
+  k_BNSK: ArrayLike | tuple[ArrayLike, ...],
+  v_BNSV: ArrayLike,
   *,
-  mask: Any = None,
-  bias: Any = None,
+  mask: Mask | ArrayLike | None = None,
+  bias: ArrayLike | None = None,
   scale: float | Array | None = None,
   logit_softcap: float | None = None,
-  query_positions: Any = None,
-  key_positions: Any = None,
-  dropout: Any = None,
+  query_positions: ArrayLike | None = None,
+  key_positions: ArrayLike | None = None,
+  dropout: Dropout | None = None,
   return_weights: bool = False,
   return_residual: bool = False,
   implementation: str = 'auto',
 ) -> Any:
-  """Attention of h query heads over n key/value heads, heads first.
+  """Attends with h query heads to n key/value heads, heads first.
 
   Head i attends to key/value head i // (h / n).
 
@@ -95,7 +145,7 @@ def multihead_attention(
       unknown or cannot serve.
     TypeError: forward-mode differentiation of blocks, see `blockwise.attend`.
   """
-  call = _read(
+  qs, ks, v, scores = _checked(
     q_BHTK,
     k_BNSK,
     v_BNSV,
@@ -109,211 +159,255 @@ def multihead_attention(
     return_weights=return_weights,
     return_residual=return_residual,
   )
-  chosen = implementations.choose(implementation, call.traits)
-  if chosen in implementations.KERNELS:
-    return call.by_kernel(implementations.KERNELS[chosen])
-  try:
-    return _by_head(call, chosen)
-  except TypeError as error:
-    if chosen == 'blockwise' and 'custom_vjp' in str(error):
-      raise TypeError(
-        'blockwise attention has no forward-mode derivative (jax.jvp); use '
-        "implementation='exact'"
-      ) from error
-    raise
+  with forward_mode_refused():
+    return attended(qs, ks, v, scores, implementation).as_asked()
 
 
-def implementation_of(*arguments: Any, **options: Any) -> str:
-  """The implementation that `multihead_attention` takes for these arguments.
+def implementation_of(
+  q_BHTK: ArrayLike | tuple[ArrayLike, ...],
+  k_BNSK: ArrayLike | tuple[ArrayLike, ...],
+  v_BNSV: ArrayLike,
+  *,
+  implementation: str = 'auto',
+  **options: Unpack[AskedOptions],
+) -> str:
+  """Names the implementation that `multihead_attention` takes for a call.
 
   >>> x = jnp.zeros((1, 8, 4096, 64))
   >>> implementation_of(x, x, x, mask=masks.causal())
   'blockwise'
+
+  Args:
+    q_BHTK: queries, k_BNSK: keys, v_BNSV: values.
+    implementation: the choice, as in `multihead_attention`.
+    **options: further arguments of `multihead_attention`.
   """
-  signature = inspect.signature(multihead_attention)
-  call = signature.bind(*arguments, **options)
-  call.apply_defaults()
-  implementation = call.arguments.pop('implementation')
-  return implementations.choose(implementation, _read(**call.arguments).traits)
+  qs, ks, v, scores = _checked(q_BHTK, k_BNSK, v_BNSV, **options)
+  traits = implementations.traits_of(qs, ks, v, scores)
+  return implementations.choose(implementation, traits)
 
 
-def _read(
-  q_BHTK: Any,
-  k_BNSK: Any,
-  v_BNSV: Any,
-  *,
-  mask: Any,
-  bias: Any,
-  scale: Any,
-  logit_softcap: float | None,
-  query_positions: Any,
-  key_positions: Any,
-  dropout: Any,
-  return_weights: bool,
-  return_residual: bool,
-) -> '_Call':
-  """The arguments as arrays; a ValueError where they do not fit."""
-  qs, ks, v = (
-    exact.as_parts(q_BHTK),
-    exact.as_parts(k_BNSK),
-    jnp.asarray(v_BNSV),
-  )
-  b, h, t, _, s = shapes.check_shapes(qs, ks, v)
-  checks.softcap(logit_softcap)
-  check_dropout(dropout)
-  dropout = None if dropout is None or dropout.rate == 0 else dropout
-  exact.check_scale(scale)
-  mask, bias = shapes.check_pairs(mask, bias, (b, h, t, s))
+def _checked(
+  q: ArrayLike | tuple[ArrayLike, ...],
+  k: ArrayLike | tuple[ArrayLike, ...],
+  v: ArrayLike,
+  **options: Unpack[AskedOptions],
+) -> tuple[Parts, Parts, Array, Scores]:
+  """Makes arrays and `Scores` of the arguments; a ValueError if they misfit."""
+  qs, ks, v = as_parts(q), as_parts(k), jnp.asarray(v)
+  b, h, t, _, s = shapes.sizes_of(qs, ks, v)
   dtype = compute_dtype(None, *qs, *ks, v)
-  extras = {
-    'mask': mask,
-    'bias': None if bias is None else bias.astype(wide_dtype(dtype)),
-    'query_positions': shapes.per_row('query_positions', query_positions, b, t),
-    'key_positions': shapes.per_row('key_positions', key_positions, b, s),
-    'dropout': None if dropout is None else dropout.per_head(b, h),
-  }
-  wanted = {
-    'return_weights': return_weights,
-    'return_residual': return_residual,
-  }
-  asked = tuple(name for name, value in wanted.items() if value)
-  softcap = None if logit_softcap is None else float(logit_softcap)
-  return _Call(qs, ks, v, scale, extras, dtype, softcap, asked)
+  return qs, ks, v, checked_scores((b, h, t, s), dtype, **options)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Call:
-  """The arguments of `multihead_attention`, checked."""
+def attended(
+  qs: Parts, ks: Parts, v: Array, scores: Scores, implementation: str
+) -> Attended:
+  """Computes `multihead_attention` of checked arguments.
 
-  qs: Any  # (b, h, t, k_i) each
-  ks: Any  # (b, n, s, k_i) each, or (b, 1, s, k_i)
-  v: Any  # (b, n, s, v), or (b, 1, s, v)
-  scale: Any  # () or None
-  extras: Extras
-  dtype: Any = dataclasses.field(metadata={'static': True})
-  logit_softcap: float | None = dataclasses.field(metadata={'static': True})
-  asked: tuple[str, ...] = dataclasses.field(metadata={'static': True})
+  Args:
+    qs, ks: the parts (b, h, t, k_i) of the queries, (b, n, s, k_i) of the keys.
+    v: the values (b, n, s, v).
+    scores: all that belongs to the scores.
+    implementation: the choice, see `implementations.choose`.
+  """
+  traits = implementations.traits_of(qs, ks, v, scores)
+  chosen = implementations.choose(implementation, traits)
+  if chosen in implementations.KERNELS:
+    return Attended(implementations.by_kernel(chosen, qs, ks, v, scores))
+  return _by_head(qs, ks, v, scores, chosen)
 
-  @property
-  def sizes(self) -> tuple[int, int, int, int, int]:
-    """The sizes b, h, t, n, s."""
-    b, h, t = self.qs[0].shape[:3]
-    n = max(x.shape[1] for x in (*self.ks, self.v))
-    return b, h, t, n, self.v.shape[2]
 
-  @property
-  def traits(self) -> implementations.Call:
-    """What an implementation is chosen by."""
-    _, _, t, _, s = self.sizes
-    given = {name: x for name, x in self.extras.items() if name != 'mask'}
-    given['logit_softcap'] = self.logit_softcap
-    scale = self.scale
-    given['scale of an array'] = scale if isinstance(scale, jax.Array) else None
-    k_heads, v_heads = self.ks[0].shape[1], self.v.shape[1]
-    given['k and v of other numbers of heads'] = k_heads != v_heads or None
-    return implementations.Call(
-      t,
-      s,
-      (tuple(k.shape[-1] for k in self.ks), self.v.shape[-1]),
-      self.dtype,
-      self.extras['mask'],
-      tuple(name for name, x in given.items() if x is not None),
-      self.asked,
-    )
-
-  def by_kernel(self, kernel: Callable[..., Array]) -> Array:
-    """The outputs of a fused kernel, which takes all heads at once."""
-    scale = self.scale
-    scale = exact.default_scale(self.qs) if scale is None else float(scale)
-    q, k, v = (x.astype(self.dtype) for x in (*self.qs, *self.ks, self.v))
-    return kernel(q, k, v, scale, masks.reach(self.extras['mask']))
+@contextlib.contextmanager
+def forward_mode_refused() -> Iterator[None]:
+  """Within the block, a derivative that blocks do not have says what has it."""
+  try:
+    yield
+  except TypeError as error:
+    if 'custom_vjp' not in str(error):
+      raise
+    raise TypeError(
+      'blockwise attention has no forward-mode derivative (jax.jvp); use '
+      "implementation='exact'"
+    ) from error
 
 
 @functools.partial(jax.jit, static_argnames='implementation')
-def _by_head(call: _Call, implementation: str) -> Any:
-  """The outputs of a one-head function, mapped over all heads.
+def _by_head(
+  qs: Parts, ks: Parts, v: Array, scores: Scores, implementation: str
+) -> Attended:
+  """Maps a function of one head over all heads.
 
   Compiled once for equal shapes and options, also where the caller does not
   jit.
   """
-  extras = jax.tree.map(opaque, call.extras)
-  call = dataclasses.replace(call, extras=extras)
+  scores = jax.tree.map(opaque, scores)
+  b, h = qs[0].shape[:2]
+  if scores.dropout is not None:
+    scores = dataclasses.replace(scores, dropout=scores.dropout.per_head(b, h))
   of_rows = functools.partial(_of_rows, implementation=implementation)
-  return rows_over_devices(of_rows, call)
+  return rows_over_devices(of_rows, (qs, ks, v, scores))
 
 
-def _of_rows(call: _Call, implementation: str) -> Any:
-  """The outputs of the batch rows that one device has."""
-  b, h, t, n, s = call.sizes
+def _of_rows(
+  call: tuple[Parts, Parts, Array, Scores], implementation: str
+) -> Attended:
+  """Maps a function of one head over the batch rows that one device has."""
+  qs, ks, v, scores = call
+  b, h, t = qs[0].shape[:3]
+  n, s = max(x.shape[1] for x in (*ks, v)), v.shape[2]
   g = h // n
-  options = {'scale': call.scale, 'logit_softcap': call.logit_softcap}
-  extras = jax.tree.map(lambda leaf: _split_heads(leaf, n, g), call.extras)
-  asked = dict.fromkeys(call.asked, True)
-  one_by_one = False
-  if implementation == 'blockwise':
-    one_by_one = block_pairs.fits_better_alone(t, call.v)
-    options['sizes'] = sizes = block_pairs.block_sizes(t, s, g, b * n)
-    blocks = Blocks(t, sizes.queries), Blocks(s, sizes.keys)
-    extras['pairs'] = block_pairs.of_heads(extras, *blocks, by_head=one_by_one)
-
-  def one_head(qs: Parts, kv: KeysValues, extras: Extras) -> Any:
-    attend = IMPLEMENTATIONS[implementation]
-    return attend(qs, *kv, **options, **asked, **extras)
-
-  per_group = _map_group(one_head)
+  scores = _by_group(scores, qs, n, g)
+  qs = tuple(jnp.reshape(q, (b, n, g, *q.shape[2:])) for q in qs)
   if implementation == 'exact':
-    per_group = _silence_together(per_group)
-
-  def one_row(qs: Parts, kv: KeysValues, extras: Extras) -> Any:
-    return each(per_group, qs, kv, extras, one_by_one=one_by_one)
-
-  qs = tuple(jnp.reshape(q, (b, n, g, *q.shape[2:])) for q in call.qs)
-  out = each(one_row, qs, (call.ks, call.v), extras, one_by_one=one_by_one)
+    out = over_rows(over_kv_heads(_exact_group))(qs, (ks, v), scores)
+  else:
+    in_turn = block_pairs.fits_better_alone(t, v)
+    sizes = block_pairs.block_sizes(t, s, g, b * n)
+    pairs = _block_pairs(scores, t, s, sizes, of_each_head=in_turn)
+    of_group = functools.partial(_blockwise_group, sizes=sizes)
+    mapped = over_rows(over_kv_heads(of_group, in_turn), in_turn)
+    out = mapped(qs, (ks, v), scores, pairs)
   return jax.tree.map(lambda x: jnp.reshape(x, (b, h, *x.shape[3:])), out)
 
 
-def _map_group(one_head: Callable[..., Any]) -> Callable[..., Any]:
+def over_rows(function: Mapped, in_turn: bool = False) -> Mapped:
+  """Maps over batch rows; what has one row is shared by all."""
+  return functools.partial(_over_leading_axis, function, in_turn)
+
+
+def over_kv_heads(function: Mapped, in_turn: bool = False) -> Mapped:
+  """Maps over key/value heads; what has one head is shared by all."""
+  return functools.partial(_over_leading_axis, function, in_turn)
+
+
+def over_group(of_head: Mapped) -> Mapped:
   """Maps over the query heads of a group, which share one k and one v."""
 
-  def mapped(qs: Parts, kv: KeysValues, extras: Extras) -> Any:
-    return each(one_head, qs, jax.tree.map(lambda x: x[None], kv), extras)
+  def of_one(qs: Parts, kv: KeysValues, *by_head: Any) -> Attended:
+    return of_head(qs, *kv, *by_head)
+
+  def mapped(qs: Parts, kv: KeysValues, *by_head: Any) -> Attended:
+    shared = jax.tree.map(lambda x: x[None], kv)
+    return _over_leading_axis(of_one, False, qs, shared, *by_head)
 
   return mapped
 
 
-def _silence_together(per_group: Callable[..., Any]) -> Callable[..., Any]:
-  """Silences the keys that no head of a group may attend to.
+def _over_leading_axis(function: Mapped, in_turn: bool, *args: Any) -> Any:
+  """Maps over the leading axis of every leaf; one of size 1 is shared.
 
-  Where the heads' masks differ, each would silence others, and k and v would no
+  Args:
+    function: takes args without their leading axis.
+    in_turn: a loop in place of `jax.vmap`, so that what is computed at a time
+      fits a processor's cache.
+    args: pytrees to map over.
+  """
+  leaves, tree = jax.tree.flatten(args)
+  in_axes = [None if x.shape[0] == 1 else 0 for x in leaves]
+  leaves = [x[0] if x.shape[0] == 1 else x for x in leaves]
+
+  def of_leaves(*leaves: Array) -> Any:
+    return function(*jax.tree.unflatten(tree, leaves))
+
+  if 0 not in in_axes:
+    return jax.tree.map(lambda x: x[None], of_leaves(*leaves))
+  mapping = _loop if in_turn else jax.vmap
+  return mapping(of_leaves, in_axes=in_axes)(*leaves)
+
+
+def _loop(function: Mapped, in_axes: list[int | None]) -> Mapped:
+  """Does as `jax.vmap` of arrays, one after the other."""
+
+  def mapped(*arrays: Array) -> Any:
+    pairs = list(zip(arrays, in_axes, strict=True))
+
+    def step(parts: list[Array]) -> Any:
+      rest = iter(parts)
+      return function(*(x if axis is None else next(rest) for x, axis in pairs))
+
+    return jax.lax.map(step, [x for x, axis in pairs if axis == 0])
+
+  return mapped
+
+
+def _exact_group(
+  qs: tuple[Shaped[Array, 'g t _'], ...],
+  kv: tuple[tuple[Shaped[Array, 's _'], ...], Shaped[Array, 's v']],
+  scores: Scores,
+) -> Attended:
+  """Attends with the heads of a group, all scores at once.
+
+  The keys that no head of the group may attend to are silenced together: where
+  the heads' masks differ, each would silence others, and k and v would no
   longer be shared.
   """
+  t, s = qs[0].shape[1], kv[1].shape[0]
 
-  def silenced(
-    qs: tuple[Shaped[Array, 'g t _'], ...],
-    kv: tuple[tuple[Shaped[Array, 's _'], ...], Shaped[Array, 's v']],
-    extras: Extras,
-  ) -> Any:
-    pairs = {name: extras[name] for name in (*block_pairs.OF_MASKS, 'bias')}
-    t, s = qs[0].shape[1], kv[1].shape[0]
+  def allowed(scores: Scores) -> Any:
+    queries = Axis(t, scores.query_positions)
+    keys = Axis(s, scores.key_positions)
+    return exact.allowed_pairs(scores.mask, scores.bias, queries, keys)
 
-    def allowed(pair: Extras) -> Any:
-      return exact.allowed_pairs(
-        pair['mask'],
-        pair['bias'],
-        Axis(t, pair['query_positions']),
-        Axis(s, pair['key_positions']),
-      )
-
-    used = None
-    if any(x.shape[0] > 1 for x in jax.tree.leaves(pairs)):
-      used = jnp.any(each(allowed, pairs), axis=(0, 1))[None]
-    return per_group(qs, kv, extras | {'used': used})
-
-  return silenced
+  of_pairs, used = scores.of_pairs(), None
+  if any(x.shape[0] > 1 for x in jax.tree.leaves(of_pairs)):
+    by_head = _over_leading_axis(allowed, False, of_pairs)
+    used = jnp.any(by_head, axis=(0, 1))[None]
+  return over_group(exact.of_head)(qs, kv, scores, used)
 
 
-def _split_heads(leaf: Array, n: int, g: int) -> Array:
-  """(b, h, ...) -> (b, n, g, ...), or (b, 1, ...) -> (b, 1, 1, ...)."""
-  heads = (n, g) if leaf.shape[1] == n * g else (1, 1)
-  return jnp.reshape(leaf, (leaf.shape[0], *heads, *leaf.shape[2:]))
+def _blockwise_group(
+  qs: Parts,
+  kv: KeysValues,
+  scores: Scores,
+  pairs: BlockPairs,
+  sizes: BlockSizes,
+) -> Attended:
+  """Attends with the heads of a group by blocks."""
+  return over_group(functools.partial(blockwise.of_head, sizes=sizes))(
+    qs, kv, scores, pairs
+  )
+
+
+def _block_pairs(
+  scores: Scores, t: int, s: int, sizes: BlockSizes, of_each_head: bool
+) -> BlockPairs:
+  """Lists the pairs of blocks to compute; leaves lead with (b, n, 1) or ones.
+
+  Args:
+    scores: leaves lead with (b, n, g).
+    t, s: queries and keys.
+    sizes: of the blocks.
+    of_each_head: whether each batch row and key/value head has a list of its
+      own. A loop under `jax.vmap` has to have one for all.
+  """
+
+  def of_head(scores: Scores) -> Array:
+    queries = Blocks(t, sizes.queries, scores.query_positions)
+    keys = Blocks(s, sizes.keys, scores.key_positions)
+    return block_pairs.touches(scores.mask, queries, keys)
+
+  def of_group(scores: Scores) -> Array:
+    touching = _over_leading_axis(of_head, False, scores)
+    return jnp.any(touching, axis=0, keepdims=True)
+
+  of_pairs = dataclasses.replace(scores.of_pairs(), bias=None)
+  touching = over_rows(over_kv_heads(of_group))(of_pairs)
+  if not of_each_head:
+    touching = jnp.any(touching, axis=(0, 1), keepdims=True)
+  return jax.vmap(jax.vmap(jax.vmap(block_pairs.as_pairs)))(touching)
+
+
+def _by_group(scores: Scores, qs: Parts, n: int, g: int) -> Scores:
+  """The leaves (b, h, ...) as (b, n, g, ...), those of one head (b, 1, 1, ...).
+
+  The scale, which has no such axes, gets three of size 1.
+  """
+
+  def split(leaf: Array) -> Array:
+    heads = (n, g) if leaf.shape[1] == n * g else (1, 1)
+    return jnp.reshape(leaf, (leaf.shape[0], *heads, *leaf.shape[2:]))
+
+  scale = jnp.asarray(scores.scale_for(qs))
+  leaves = jax.tree.map(split, dataclasses.replace(scores, scale=None))
+  return dataclasses.replace(leaves, scale=jnp.reshape(scale, (1, 1, 1)))

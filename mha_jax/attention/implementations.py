@@ -1,4 +1,4 @@
-"""Which implementation computes a call of `multihead_attention`.
+"""The implementations of `multihead_attention`, and which computes a call.
 
   exact      all scores at once: weights, forward-mode derivatives, short calls
   blockwise  by blocks of keys: memory grows with t, not with t s
@@ -11,13 +11,16 @@ sees nothing and no key goes unused. They have no second derivatives.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from mha_jax.attention import masks
-from mha_jax.attention.notation import Array
+from mha_jax.attention.dtypes import compute_dtype
+from mha_jax.attention.notation import Array, Parts
+from mha_jax.attention.scores import Scores
 
 Reach = tuple[int | None, int | None]
 
@@ -91,9 +94,22 @@ def _splash_kernel(
   )
 
 
-KERNELS = {'cudnn': cudnn, 'splash': splash}
+KERNELS: dict[str, Callable[..., Array]] = {'cudnn': cudnn, 'splash': splash}
 
-NAMES = ('auto', 'exact', 'blockwise', *KERNELS)
+
+def by_kernel(
+  name: str, qs: Parts, ks: Parts, v: Array, scores: Scores
+) -> Array:
+  """Attends by a fused kernel, which takes all heads at once."""
+  dtype = compute_dtype(None, *qs, *ks, v)
+  q, k, v = (x.astype(dtype) for x in (*qs, *ks, v))
+  scale, reach = float(scores.scale_for(qs)), masks.reach(scores.mask)
+  assert reach is not None  # `choose` has seen to it
+  return KERNELS[name](q, k, v, scale, reach)
+
+
+OURS = ('exact', 'blockwise')
+NAMES = ('auto', *OURS, *KERNELS)
 
 # Measured on two CPU cores, see docs/decisions.md, "Blocks and thresholds".
 LONG_KEYS = 1024
@@ -101,12 +117,12 @@ MANY_SCORES = 1024 * 1024
 """Keys, or scores of a head, from which on blocks are faster."""
 
 LANES = 128
-"""What splash attention's sizes are multiples of."""
+"""Splash attention takes sizes that are multiples of it."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
-  """What a choice depends on.
+class Traits:
+  """All of a call that the choice of an implementation depends on.
 
   Args:
     t: queries, a number or a symbolic dimension of `jax.export`.
@@ -114,8 +130,8 @@ class Call:
     widths: features of each part of a key, and of a value.
     dtype: the dtype computed in.
     mask: the mask, or None.
-    given: names of the other arguments that are in use, such as 'bias'.
-    asked: 'return_weights' and 'return_residual', where they are asked for.
+    given: names of the other arguments that are in use, such as 'bias' and
+      'return_weights'.
   """
 
   t: Any
@@ -124,26 +140,50 @@ class Call:
   dtype: Any
   mask: masks.Mask | None = None
   given: tuple[str, ...] = ()
-  asked: tuple[str, ...] = ()
 
 
-def choose(implementation: str, call: Call) -> str:
-  """The implementation that computes a call.
+def traits_of(qs: Parts, ks: Parts, v: Array, scores: Scores) -> Traits:
+  """Reads the traits off checked arguments, heads first."""
+  array = isinstance(scores.scale, jax.Array)
+  uneven = ks[0].shape[1] != v.shape[1]
+  given = {
+    'bias': scores.bias is not None,
+    'query_positions': scores.query_positions is not None,
+    'key_positions': scores.key_positions is not None,
+    'dropout': scores.dropout is not None,
+    'logit_softcap': scores.logit_softcap is not None,
+    'scale of an array': array,
+    'k and v of other numbers of heads': uneven,
+    'return_weights': scores.return_weights,
+    'return_residual': scores.return_residual,
+  }
+  return Traits(
+    qs[0].shape[2],
+    v.shape[2],
+    (tuple(k.shape[-1] for k in ks), v.shape[-1]),
+    compute_dtype(None, *qs, *ks, v),
+    scores.mask,
+    tuple(name for name, is_given in given.items() if is_given),
+  )
+
+
+def choose(implementation: str, traits: Traits) -> str:
+  """Chooses the implementation that computes a call.
 
   Args:
     implementation: a choice, or 'auto': a fused kernel where the device has one
-      that serves the call, else blocks for long calls, else exact.
-    call: the call.
+      that serves the traits, else blocks for long calls, else exact.
+    traits: of the call.
 
   Raises:
     ValueError: the choice is unknown, or cannot serve the call.
   """
   check_name(implementation)
-  known = isinstance(call.t, int) and isinstance(call.s, int)
-  if known and 0 in (call.t, call.s):
+  known = isinstance(traits.t, int) and isinstance(traits.s, int)
+  if known and 0 in (traits.t, traits.s):
     return 'exact'  # there is nothing to compute
   if implementation != 'auto':
-    reason = reason_against(implementation, call)
+    reason = reason_against(implementation, traits)
     if reason is not None:
       raise ValueError(
         f'implementation={implementation!r} cannot serve this call: {reason}; '
@@ -152,13 +192,13 @@ def choose(implementation: str, call: Call) -> str:
     return implementation
   if not known:
     return 'exact'  # serves any length
-  many = call.t * call.s >= MANY_SCORES
+  many = traits.t * traits.s >= MANY_SCORES
   # A loop over the keys of one query pays where a copy of the keys would not.
-  long = call.s >= LONG_KEYS and (call.t > 1 or _device().platform == 'cpu')
+  long = traits.s >= LONG_KEYS and (traits.t > 1 or _device().platform == 'cpu')
   if not (many or long):
     return 'exact'
   for name in (*KERNELS, 'blockwise'):
-    if reason_against(name, call) is None:
+    if reason_against(name, traits) is None:
       return name
   return 'exact'
 
@@ -171,61 +211,64 @@ def check_name(implementation: str) -> None:
     )
 
 
-def reason_against(implementation: str, call: Call) -> str | None:
-  """Why an implementation does not serve a call; None: it does."""
+def reason_against(implementation: str, traits: Traits) -> str | None:
+  """Says why an implementation does not serve a call; None: it does."""
   if implementation == 'exact':
     return None
-  if not (isinstance(call.t, int) and isinstance(call.s, int)):
-    return f'it wants lengths that are known, not t={call.t} and s={call.s}'
-  if 'return_weights' in call.asked:
+  if not (isinstance(traits.t, int) and isinstance(traits.s, int)):
+    return f'it wants lengths that are known, not t={traits.t} and s={traits.s}'
+  if 'return_weights' in traits.given:
     return 'it never has the weights as a whole, and return_weights is True'
   if implementation == 'blockwise':
     return None
-  if others := (*call.given, *call.asked):
-    return f'it takes no {others[0]}'
-  if call.t != call.s:
-    return f'it takes as many queries as keys, not {call.t} and {call.s}'
-  if len(call.widths[0]) > 1:
+  if traits.given:
+    return f'it takes no {traits.given[0]}'
+  if traits.t != traits.s:
+    return f'it takes as many queries as keys, not {traits.t} and {traits.s}'
+  if len(traits.widths[0]) > 1:
     return 'it takes no keys in parts'
-  if masks.reach(call.mask) is None:
+  if masks.reach(traits.mask) is None:
     return 'it takes no mask but causal and window'
   return (
-    _against_cudnn(call) if implementation == 'cudnn' else _against_splash(call)
+    _against_cudnn(traits)
+    if implementation == 'cudnn'
+    else _against_splash(traits)
   )
 
 
-def _against_cudnn(call: Call) -> str | None:
-  (k,), v = call.widths
+def _against_cudnn(traits: Traits) -> str | None:
+  (k,), v = traits.widths
   device = _device()
   capability = str(getattr(device, 'compute_capability', ''))
   nvidia = device.platform == 'gpu' and capability[:1].isdigit()
   if not nvidia or float(capability) < 8:
     return f'it wants an NVIDIA GPU of capability 8 or more, not {device}'
-  if jnp.dtype(call.dtype) not in (jnp.bfloat16, jnp.float16):
-    return f'it computes in bfloat16 or float16, not in {call.dtype}'
+  if jnp.dtype(traits.dtype) not in (jnp.bfloat16, jnp.float16):
+    return f'it computes in bfloat16 or float16, not in {traits.dtype}'
   if k != v or k % 8 or k > 128:
     return f'it takes heads of 8 to 128 features by eights, not {k} and {v}'
-  left, right = masks.reach(call.mask) or (None, None)
+  left, right = masks.reach(traits.mask) or (None, None)
   if right not in (None, 0) or (left is not None and right is None):
     return 'it takes windows that end at the query alone'
   return None
 
 
-def _against_splash(call: Call) -> str | None:
-  (k,), v = call.widths
+def _against_splash(traits: Traits) -> str | None:
+  (k,), v = traits.widths
   if _device().platform != 'tpu' or jax.device_count() > 1:
     return f'it wants a TPU, one alone, not {jax.device_count()} of {_device()}'
-  if jnp.dtype(call.dtype) not in (jnp.bfloat16, jnp.float32):
-    return f'it computes in bfloat16 or float32, not in {call.dtype}'
-  if any(size % LANES for size in (call.t, k, v)):
+  if jnp.dtype(traits.dtype) not in (jnp.bfloat16, jnp.float32):
+    return f'it computes in bfloat16 or float32, not in {traits.dtype}'
+  if any(size % LANES for size in (traits.t, k, v)):
     return (
-      f'it takes lengths and features by {LANES}, not t={call.t}, k={k}, v={v}'
+      f'it takes lengths and features by {LANES}, not t={traits.t}, k={k}, '
+      f'v={v}'
     )
   return None
 
 
 def _device() -> Any:
-  """A device that a call runs on, unless its arrays say otherwise."""
+  """Returns a device that a call runs on, unless its arrays say otherwise."""
   default = jax.config.jax_default_device  # type: ignore
   if default is None or isinstance(default, str):
     return jax.devices(default)[0]

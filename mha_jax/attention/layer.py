@@ -4,106 +4,124 @@ out = sum_i gate_i o_i W_o,i,   o = attend(queries(x), entries(y, z))
 """
 
 import dataclasses
-import math
-from typing import Any
+import functools
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from mha_jax.attention import (
-  checks,
-  heads,
-  implementations,
-  layer_inputs,
-  masks,
-  shapes,
-)
+from mha_jax.attention import checks, heads, layer_inputs, masks, shapes
 from mha_jax.attention.caches import Cache, StaticCache, View, check_cache
-from mha_jax.attention.checks import as_positions
 from mha_jax.attention.dtypes import compute_dtype, matmul_precision
-from mha_jax.attention.notation import Array
-from mha_jax.attention.one_head.dropout import Dropout, check_dropout
-from mha_jax.attention.projections import check_params
-from mha_jax.attention.variants.config import (
-  AttentionConfig,
-  Heads,
-  Parts,
-  Rows,
-)
+from mha_jax.attention.implementations import check_name
+from mha_jax.attention.masks import Mask
+from mha_jax.attention.notation import Array, ArrayLike, DTypeLike, Parts
+from mha_jax.attention.one_head.dropout import Dropout
+from mha_jax.attention.one_head.exact import as_parts
+from mha_jax.attention.projections import ParamsByRow, as_params
+from mha_jax.attention.scores import Scores, checked_scores
+from mha_jax.attention.variants.config import AttentionConfig, Heads, Project
 
 
-@dataclasses.dataclass(frozen=True)
-class _Scores:
-  """What a call says of its scores; b counts all batch dimensions."""
+class LayerOptions(TypedDict, total=False):
+  """The options of `apply` that leave the kind of its result as it is."""
 
-  mask: masks.Mask | None
-  bias: Array | None
-  query_positions: Array | None
-  key_positions: Array | None
+  mask: Mask | ArrayLike | None
+  bias: ArrayLike | None
+  input_positions: ArrayLike | None
+  key_positions: ArrayLike | None
   dropout: Dropout | None
-  return_weights: bool
+  head_gates: ArrayLike | None
+  dtype: DTypeLike | None
+  precision: Any
+  valid: ArrayLike | None
   implementation: str
 
-  def core(
-    self,
-    q: Parts,
-    k: Any,
-    v: Array,
-    *,
-    scale: float | Array | None = None,
-    logit_softcap: float | None = None,
-  ) -> Heads:
-    """`multihead_attention` with all of this filled in."""
-    out = heads.multihead_attention(
-      q,
-      k,
-      v,
-      mask=self.mask,
-      bias=self.bias,
-      query_positions=self.query_positions,
-      key_positions=self.key_positions,
-      dropout=self.dropout,
-      return_weights=self.return_weights,
-      implementation=self.implementation,
-      scale=scale,
-      logit_softcap=logit_softcap,
-    )
-    return out if self.return_weights else (out, None)
 
-  def of_cache(
-    self, cache: Cache, view: View, valid: Array | None
-  ) -> '_Scores':
-    """The same over what a cache shows."""
-    mask = masks.all_of(
-      self.mask,
-      masks.dense(view.usable[:, None, None, :]),
-      None if valid is None else masks.dense(valid[:, None, :, None]),
-      None if cache.window is None else masks.window(cache.window - 1, None),
-    )
-    return dataclasses.replace(self, mask=mask, key_positions=view.positions)
+@overload
+def apply(
+  config: AttentionConfig,
+  params: ParamsByRow,
+  inputs_q: ArrayLike,
+  inputs_k: ArrayLike | None = None,
+  inputs_v: ArrayLike | None = None,
+  *,
+  cache: None = None,
+  return_weights: Literal[False] = False,
+  **options: Unpack[LayerOptions],
+) -> Array: ...
+@overload
+def apply(
+  config: AttentionConfig,
+  params: ParamsByRow,
+  inputs_q: ArrayLike,
+  inputs_k: ArrayLike | None = None,
+  inputs_v: ArrayLike | None = None,
+  *,
+  cache: None = None,
+  return_weights: Literal[True],
+  **options: Unpack[LayerOptions],
+) -> tuple[Array, Array]: ...
+@overload
+def apply(
+  config: AttentionConfig,
+  params: ParamsByRow,
+  inputs_q: ArrayLike,
+  inputs_k: ArrayLike | None = None,
+  inputs_v: ArrayLike | None = None,
+  *,
+  cache: Cache,
+  return_weights: Literal[False] = False,
+  **options: Unpack[LayerOptions],
+) -> tuple[Array, Cache]: ...
+@overload
+def apply(
+  config: AttentionConfig,
+  params: ParamsByRow,
+  inputs_q: ArrayLike,
+  inputs_k: ArrayLike | None = None,
+  inputs_v: ArrayLike | None = None,
+  *,
+  cache: Cache,
+  return_weights: Literal[True],
+  **options: Unpack[LayerOptions],
+) -> tuple[tuple[Array, Array], Cache]: ...
+@overload
+def apply(
+  config: AttentionConfig,
+  params: ParamsByRow,
+  inputs_q: ArrayLike,
+  inputs_k: ArrayLike | None = None,
+  inputs_v: ArrayLike | None = None,
+  *,
+  cache: Cache | None = None,
+  return_weights: bool = False,
+  **options: Unpack[LayerOptions],
+) -> Any: ...
 
 
 def apply(
-  config: Any,
-  params: Any,
-  inputs_q: Any,
-  inputs_k: Any = None,
-  inputs_v: Any = None,
+  config: AttentionConfig,
+  params: ParamsByRow,
+  inputs_q: ArrayLike,
+  inputs_k: ArrayLike | None = None,
+  inputs_v: ArrayLike | None = None,
   *,
-  mask: Any = None,
-  bias: Any = None,
-  input_positions: Any = None,
-  key_positions: Any = None,
-  dropout: Any = None,
-  head_gates: Any = None,
-  dtype: Any = None,
+  mask: Mask | ArrayLike | None = None,
+  bias: ArrayLike | None = None,
+  input_positions: ArrayLike | None = None,
+  key_positions: ArrayLike | None = None,
+  dropout: Dropout | None = None,
+  head_gates: ArrayLike | None = None,
+  dtype: DTypeLike | None = None,
   precision: Any = None,
-  cache: Any = None,
-  valid: Any = None,
+  cache: Cache | None = None,
+  valid: ArrayLike | None = None,
   return_weights: bool = False,
   implementation: str = 'auto',
 ) -> Any:
-  """Attention with its projections: (..., t, d) -> (..., t, d).
+  """Attends with a layer and its projections: (..., t, d) -> (..., t, d).
 
   Args:
     config: an `AttentionConfig`, the shape of the attention.
@@ -139,78 +157,61 @@ def apply(
   Raises:
     ValueError: inputs, params or options do not fit the config.
   """
-  layer_inputs.check_no_mask(inputs_q, inputs_k, inputs_v)
-  layer_inputs.check_sources(config, inputs_k, inputs_v)
+  layer_inputs.check_sources(config, inputs_q, inputs_k, inputs_v)
   layer_inputs.check_positions(
     config, inputs_k, input_positions, key_positions, cache
   )
-  x = jnp.asarray(inputs_q)
-  y = x if inputs_k is None else jnp.asarray(inputs_k)
-  z = y if inputs_v is None else jnp.asarray(inputs_v)
+  check_name(implementation)
+  params = as_params(config.table, params)
   static = isinstance(cache, StaticCache)
-  layer_inputs.check_inputs(config, x, *(() if static else (y, z)))
-  batch, h, t = x.shape[:-2], config.num_heads, x.shape[-2]
-  s = y.shape[-2]
+  x, y, z = layer_inputs.arrays(
+    config, inputs_q, inputs_k, inputs_v, keys_too=not static
+  )
+  batch, h, t = shapes.batch_of(x, 2), config.num_heads, x.shape[-2]
+  s = x.shape[-2] if y is None else y.shape[-2]
   if cache is not None:
-    check_cache(config, cache, math.prod(batch))
+    check_cache(config, cache, batch.rows)
     s = cache.slots
-  if inputs_k is None and key_positions is None and cache is None:
+  elif inputs_k is None and key_positions is None:
     key_positions = input_positions
-  mask, bias = shapes.check_pairs(
-    shapes.fold('mask', mask, batch),
-    shapes.fold('bias', bias, batch),
-    (math.prod(batch), h, t, s),
+  dtype = compute_dtype(
+    dtype, *(a for a in (x, y, z) if a is not None), *jax.tree.leaves(params)
   )
-  check_dropout(dropout)
-  scores = _Scores(
-    mask,
-    bias,
-    shapes.positions('input_positions', input_positions, batch, t),
-    shapes.positions('key_positions', key_positions, batch, s),
-    dropout,
-    return_weights,
-    implementation,
+  scores = checked_scores(
+    (batch.rows, h, t, s),
+    dtype,
+    mask=batch.of_scores('mask', mask),
+    bias=batch.of_scores('bias', bias),
+    query_positions=batch.of_tokens('input_positions', input_positions, t),
+    key_positions=batch.of_tokens('key_positions', key_positions, s),
+    dropout=dropout,
+    return_weights=return_weights,
   )
+  valid = layer_inputs.valid_of_call(cache, valid, batch, t, inputs_k, scores)
   gates = None if head_gates is None else layer_inputs.gates(head_gates, h)
-  valid = layer_inputs.check_cached_call(
-    cache, valid, (*batch, t), inputs_k, mask, bias, dropout
-  )
-  implementations.check_name(implementation)
-  check_params(config.table, params)
-  dtype = compute_dtype(dtype, x, y, z, *jax.tree.leaves(params))
-  rows = Rows(config.table, params, dtype)
-  x, y, z = (shapes.one_batch(a) for a in (x, y, z))
-  with matmul_precision(precision):
-    if cache is None:
-      q = config.queries(rows, x, scores.query_positions)
-      entries = config.entries(rows, y, z, scores.key_positions)
-      o, weights = config.attend(rows, q, entries, scores.core)
-    else:
-      o, weights, cache = _attend_cache(config, rows, x, cache, valid, scores)
-    if gates is not None:
-      o = o * gates.astype(o.dtype)
-    out = rows('out', o)
-  if cache is not None:
-    out = jnp.where(cache.overflowed[:, None, None], jnp.nan, out)
-  out = jnp.reshape(out, (*batch, t, out.shape[-1]))
-  result: Any = out
+  x = batch.merge(x)
+  y, z = (None if a is None else batch.merge(a) for a in (y, z))
+  with matmul_precision(precision), heads.forward_mode_refused():
+    call = _Call(x, y, z, scores, gates, cache, valid)
+    out, weights, after = _layer(config, dtype, implementation, params, call)
+  result: Any = batch.split(out)
   if weights is not None:
-    result = out, jnp.reshape(weights, (*batch, h, t, weights.shape[-1]))
-  return result if cache is None else (result, cache)
+    result = result, batch.split(weights)
+  return result if cache is None else (result, after)
 
 
 def keys_values(
-  config: Any,
-  params: Any,
-  inputs_k: Any,
-  inputs_v: Any = None,
+  config: AttentionConfig,
+  params: ParamsByRow,
+  inputs_k: ArrayLike,
+  inputs_v: ArrayLike | None = None,
   *,
-  key_positions: Any = None,
-  lengths: Any = None,
-  dtype: Any = None,
+  key_positions: ArrayLike | None = None,
+  lengths: ArrayLike | None = None,
+  dtype: DTypeLike | None = None,
   precision: Any = None,
 ) -> StaticCache:
-  """What cross-attention attends to, projected once for many calls.
+  """Projects what cross-attention attends to, once for many calls.
 
   Args:
     config: an `AttentionConfig`.
@@ -228,47 +229,133 @@ def keys_values(
   Raises:
     ValueError: inputs, params, key_positions or lengths do not fit.
   """
-  layer_inputs.check_sources(config, inputs_k, inputs_v)
-  y = jnp.asarray(inputs_k)
-  z = y if inputs_v is None else jnp.asarray(inputs_v)
-  x = jnp.zeros((*y.shape[:-2], 0, config.d_model), y.dtype)
-  layer_inputs.check_inputs(config, x, y, z)
-  check_params(config.table, params)
-  batch, s = y.shape[:-2], y.shape[-2]
-  keys = shapes.positions('key_positions', key_positions, batch, s)
-  lengths = as_positions('lengths', lengths, batch)
-  dtype = compute_dtype(dtype, y, z, *jax.tree.leaves(params))
-  rows = Rows(config.table, params, dtype)
-  with matmul_precision(precision):
-    entries = config.entries(
-      rows, shapes.one_batch(y), shapes.one_batch(z), keys
-    )
-  if lengths is None:
-    lengths = jnp.full(batch, s)
+  layer_inputs.check_sources(config, inputs_k, inputs_k, inputs_v)
+  x = jnp.zeros((*np.shape(inputs_k)[:-2], 0, config.d_model))
+  params = as_params(config.table, params)
+  _, y, z = layer_inputs.arrays(config, x, inputs_k, inputs_v)
+  assert y is not None
+  batch, s = shapes.batch_of(y, 2), y.shape[-2]
+  keys = batch.of_tokens('key_positions', key_positions, s)
+  lengths = checks.as_positions('lengths', lengths, batch.sizes)
+  lengths = jnp.full(batch.sizes, s) if lengths is None else lengths
   checks.known_range('lengths', lengths, 0, s)
+  z = y if z is None else z
+  dtype = compute_dtype(dtype, y, z, *jax.tree.leaves(params))
+  y, z = batch.merge(y), batch.merge(z)
+  with matmul_precision(precision):
+    entries = _entries(config, dtype, params, y, z, keys)
   return StaticCache(entries, jnp.reshape(lengths, (-1,)), keys)
 
 
-def _attend_cache(
+class _Call(NamedTuple):
+  """The arrays of a call, checked; b counts all batch dimensions."""
+
+  x: Array  # (b, t, d)
+  y: Array | None  # (b, s, d'); None: x
+  z: Array | None  # (b, s, d''); None: y
+  scores: Scores
+  gates: Array | None  # (1, h, 1, 1)
+  cache: Cache | None
+  valid: Array | None  # (b, t)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _layer(
   config: AttentionConfig,
-  rows: Rows,
+  dtype: Any,
+  implementation: str,
+  params: ParamsByRow,
+  call: _Call,
+) -> tuple[Array, Array | None, Cache | None]:
+  """Computes output (b, t, d), weights (b, h, t, s) and the cache after it.
+
+  Compiled once for equal shapes and options, also where the caller does not
+  jit.
+  """
+  x, y, z, scores, gates, cache, valid = call
+  project = Project(config.table, params, dtype)
+  if cache is None:
+    y = x if y is None else y
+    z = y if z is None else z
+    q = config.queries(project, x, _of_rows(scores.query_positions))
+    entries = config.entries(project, y, z, _of_rows(scores.key_positions))
+  else:
+    q, cache, view, scores = _extended(config, project, x, cache, valid, scores)
+    entries = view.entries
+
+  def attention(
+    q: Array | Parts,
+    k: Array | Parts,
+    v: Array,
+    *,
+    scale: float | Array | None = None,
+    logit_softcap: float | None = None,
+  ) -> Heads:
+    qs, ks = as_parts(q), as_parts(k)
+    shapes.sizes_of(qs, ks, v)  # whatever a variant has made
+    own = dataclasses.replace(scores, scale=scale, logit_softcap=logit_softcap)
+    out = heads.attended(qs, ks, v, own, implementation)
+    return out.out, out.weights
+
+  o, weights = config.attend(project, q, entries, attention)
+  if gates is not None:
+    o = o * gates.astype(o.dtype)
+  out = project('out', o)
+  if cache is not None:
+    out = jnp.where(cache.overflowed[:, None, None], jnp.nan, out)
+  return out, weights, cache
+
+
+def _extended(
+  config: AttentionConfig,
+  project: Project,
   x: Array,
   cache: Cache,
   valid: Array | None,
-  scores: _Scores,
-) -> tuple[Array, Array | None, Cache]:
-  """The heads over a cache, extended by x unless it is static."""
+  scores: Scores,
+) -> tuple[Parts, Cache, View, Scores]:
+  """Makes the queries, and what they attend to: a cache, extended by x.
+
+  A static cache, of cross-attention, stays as it is.
+  """
   if isinstance(cache, StaticCache):
-    view, at = cache.view(), scores.query_positions
+    view, at = cache.view(), _of_rows(scores.query_positions)
   else:
     at = cache.positions(x.shape[1], valid)
-    cache, view = cache.extend(config.entries(rows, x, x, at), valid)
-    scores = dataclasses.replace(scores, query_positions=at)
-  core = scores.of_cache(cache, view, valid).core
-  entries = view.entries
-  if config.expands(x.shape[1], entries[0].shape[2]):
+    cache, view = cache.extend(config.entries(project, x, x, at), valid)
+    scores = dataclasses.replace(scores, query_positions=at[:, None])
+  q = config.queries(project, x, at)
+  mask = masks.all_of(
+    scores.mask,
+    masks.dense(view.usable[:, None, None, :]),
+    None if valid is None else masks.dense(valid[:, None, :, None]),
+    None if cache.window is None else masks.window(cache.window - 1, None),
+  )
+  scores = dataclasses.replace(
+    scores, mask=mask, key_positions=view.positions[:, None]
+  )
+  if config.expands(x.shape[1], view.entries[0].shape[2]):
     # Slots that hold no token may hold NaN, which gradients would spread.
     usable = view.usable[:, None, :, None]
-    entries = tuple(jnp.where(usable, y, 0) for y in entries)
-  o, weights = config.attend(rows, config.queries(rows, x, at), entries, core)
-  return o, weights, cache
+    entries = tuple(jnp.where(usable, y, 0) for y in view.entries)
+    view = dataclasses.replace(view, entries=entries)
+  return q, cache, view, scores
+
+
+def _of_rows(positions: Array | None) -> Array | None:
+  """Positions (b, 1, length) as (b, length)."""
+  return None if positions is None else positions[:, 0]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _entries(
+  config: AttentionConfig,
+  dtype: Any,
+  params: ParamsByRow,
+  y: Array,
+  z: Array,
+  positions: Array | None,
+) -> Parts:
+  """Computes what is kept of the keys' tokens, arrays (b, heads, s, ...)."""
+  project = Project(config.table, params, dtype)
+  return config.entries(project, y, z, positions)

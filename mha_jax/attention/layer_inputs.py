@@ -1,14 +1,15 @@
-"""What a call must be: checks of its arguments, before anything is computed."""
+"""Checks of a layer's arguments, before anything is computed."""
 
-import math
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from mha_jax.attention import checks, masks
-from mha_jax.attention.caches import StaticCache
-from mha_jax.attention.notation import Array
+from mha_jax.attention.caches import Cache, StaticCache
+from mha_jax.attention.notation import Array, ArrayLike
+from mha_jax.attention.scores import Scores
+from mha_jax.attention.shapes import Batch
 from mha_jax.attention.variants.config import AttentionConfig
 
 
@@ -25,7 +26,7 @@ def check_no_mask(inputs_q: Any, inputs_k: Any, inputs_v: Any) -> None:
 
 
 def _looks_like_a_mask(x: Any, queries: tuple[int, ...]) -> bool:
-  """Whether x is no input beside queries of that shape."""
+  """Tells whether x can be no input beside queries of that shape."""
   if isinstance(x, masks.Mask) or checks.is_function(x):
     return True
   shape = np.shape(x)
@@ -36,12 +37,15 @@ def _looks_like_a_mask(x: Any, queries: tuple[int, ...]) -> bool:
   return booleans and not alike
 
 
-def check_sources(config: Any, inputs_k: Any, inputs_v: Any) -> None:
+def check_sources(
+  config: Any, inputs_q: Any, inputs_k: Any, inputs_v: Any
+) -> None:
   """Raises a ValueError unless config and sources are of the right kind."""
   if not isinstance(config, AttentionConfig):
     raise ValueError(
       f'config={config!r} must be an AttentionConfig, as GroupedConfig(...)'
     )
+  check_no_mask(inputs_q, inputs_k, inputs_v)
   if inputs_k is None and inputs_v is not None:
     raise ValueError(
       'inputs_v is given without inputs_k; pass the keys too, or the one '
@@ -80,25 +84,28 @@ def check_positions(
     )
 
 
-def check_cached_call(
-  cache: Any,
-  valid: Any,
-  shape: tuple[int, ...],
-  inputs_k: Any,
-  mask: masks.Mask | None,
-  bias: Array | None,
-  dropout: Any,
+def valid_of_call(
+  cache: Cache | None,
+  valid: ArrayLike | None,
+  batch: Batch,
+  t: int,
+  inputs_k: ArrayLike | None,
+  scores: Scores,
 ) -> Array | None:
-  """`valid` as (b, t); a ValueError where a call does not go with its cache.
+  """Makes `valid` (b, t), once the call has been found to suit its cache.
 
   Args:
     cache: a cache, or None.
-    valid: booleans of `shape`, or None.
-    shape: (..., t), of the queries.
+    valid: booleans (..., t), or None.
+    batch: the batch dimensions.
+    t: queries.
     inputs_k: must be None with a cache.
-    mask: with a window by positions only.
-    bias: must be None with a window.
-    dropout: must be None with a cache.
+    scores: with a window, a mask by positions only and no bias; without
+      dropout.
+
+  Raises:
+    ValueError: the call does not go with its cache, or a row would hold more
+      than its capacity.
   """
   if cache is None:
     if valid is not None:
@@ -109,12 +116,13 @@ def check_cached_call(
       'inputs_k is given with a cache, which holds the keys; pass inputs_q '
       'alone, or project inputs_k once by keys_values'
     )
-  if dropout is not None:
+  if scores.dropout is not None:
     raise ValueError(
       'dropout is on with a cache; decoding has none: pass deterministic=True'
     )
+  mask = scores.mask
   columns = mask is not None and mask.by_column
-  if cache.window is not None and (columns or bias is not None):
+  if cache.window is not None and (columns or scores.bias is not None):
     raise ValueError(
       'mask or bias goes by columns, which a WindowCache has not; use causal '
       'and window masks, or a KVCache'
@@ -126,14 +134,14 @@ def check_cached_call(
       f'{cache.window} tokens, the own one too; make it with window={left + 1} '
       'or more'
     )
-  if valid is None:
-    return None
-  array = check_valid(valid, shape)
-  return jnp.reshape(array, (math.prod(shape[:-1]), shape[-1]))
+  if valid is not None:
+    valid = batch.merge(as_valid(valid, (*batch.sizes, t)))
+  cache.check_room(t, valid)
+  return valid
 
 
-def check_valid(valid: Any, shape: tuple[int, ...]) -> Array:
-  """`valid` as an array; a ValueError unless it is booleans of `shape`."""
+def as_valid(valid: Any, shape: tuple[int, ...]) -> Array:
+  """Makes `valid` an array; a ValueError unless it is booleans of `shape`."""
   array = jnp.asarray(valid)
   if array.dtype != jnp.bool_ or array.shape != shape:
     raise ValueError(
@@ -143,40 +151,56 @@ def check_valid(valid: Any, shape: tuple[int, ...]) -> Array:
   return array
 
 
-def check_inputs(config: AttentionConfig, x: Array, *sources: Array) -> None:
-  """Raises a ValueError unless the inputs fit each other and the config.
+def arrays(
+  config: AttentionConfig,
+  inputs_q: ArrayLike,
+  inputs_k: ArrayLike | None,
+  inputs_v: ArrayLike | None,
+  keys_too: bool = True,
+) -> tuple[Array, Array | None, Array | None]:
+  """Makes arrays of the inputs; None stays None, the input before it.
 
   Args:
     config: the attention.
-    x: (..., t, d), the queries' input.
-    sources: (..., s, d') and (..., s, d''), of keys and of values; none where a
-      cache has taken their place.
+    inputs_q: (..., t, d), the queries' input.
+    inputs_k: (..., s, d'), of keys.
+    inputs_v: (..., s, d''), of values.
+    keys_too: whether keys and values are checked; False where a cache has taken
+      their place.
+
+  Raises:
+    ValueError: the inputs do not fit each other or the config.
   """
+  x = jnp.asarray(inputs_q)
+  y, z = (None if a is None else jnp.asarray(a) for a in (inputs_k, inputs_v))
+  keys = x if y is None else y
+  values = keys if z is None else z
   for letter, a, width in zip(
-    'qkv', (x, *sources), config.input_widths, strict=False
+    'qkv', (x, keys, values), config.input_widths, strict=True
   ):
-    if a.ndim < 2 or a.shape[-1] != width:
+    wrong = a.ndim < 2 or a.shape[-1] != width
+    if wrong and (keys_too or letter == 'q'):
       raise ValueError(
         f'inputs_{letter} of shape {a.shape} must be (..., length, {width}): '
         f'the projections were made for {width} features'
       )
-  if not sources:
-    return
-  y, z = sources
-  if y.shape[:-1] != z.shape[:-1]:
+  if not keys_too:
+    return x, y, z
+  if keys.shape[:-1] != values.shape[:-1]:
     raise ValueError(
-      f'inputs_k of shape {y.shape} and inputs_v of shape {z.shape} must agree '
-      'in batch and length'
+      f'inputs_k of shape {keys.shape} and inputs_v of shape {values.shape} '
+      'must agree in batch and length'
     )
-  if x.shape[:-2] != y.shape[:-2]:
+  if x.shape[:-2] != keys.shape[:-2]:
     raise ValueError(
-      f'inputs_q of shape {x.shape} and inputs_k of shape {y.shape} must agree '
-      'in their batch dimensions; a mask is passed as mask='
+      f'inputs_q of shape {x.shape} and inputs_k of shape {keys.shape} must '
+      'agree in their batch dimensions; a mask is passed as mask='
     )
+  return x, y, z
 
 
 def gates(head_gates: Any, h: int) -> Array:
-  """The gates (h,) as (1, h, 1, 1)."""
+  """Makes the gates (h,) an array (1, h, 1, 1)."""
   gates = jnp.asarray(head_gates)
   if gates.shape != (h,):
     raise ValueError(

@@ -16,12 +16,15 @@ Array = jax.Array
 ArrayLike = jax.typing.ArrayLike | Sequence[Any]
 """An array, a NumPy array, a number or a nested list of numbers."""
 
+DTypeLike = jax.typing.DTypeLike
+
 __all__ = [
   'LETTERS',
   'LOGICAL_AXES',
   'Array',
   'ArrayLike',
   'Bool',
+  'DTypeLike',
   'Float',
   'Int',
   'Key',

@@ -51,7 +51,7 @@ def _hash(tree: Any) -> int:
 
 
 def _same(a: Any, b: Any) -> bool:
-  """Whether two leaves are known to be one value of one kind."""
+  """Tells whether two leaves are known to be one value of one kind."""
   if a is b:
     return True
   if isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer):

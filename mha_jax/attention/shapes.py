@@ -1,21 +1,24 @@
-"""What q, k, v and what belongs to their scores must be, heads first."""
+"""The shapes of a call: heads first, and any number of batch dimensions."""
 
+import dataclasses
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
 
 from mha_jax.attention import checks, masks
-from mha_jax.attention.checks import as_bias, as_positions, fit_rank
-from mha_jax.attention.constants import as_array
-from mha_jax.attention.notation import Array, Parts
+from mha_jax.attention.notation import Array, ArrayLike, Parts
+from mha_jax.attention.sharded_rows import batch_sharding, merged_sharding
 
 
-def check_shapes(
-  qs: Parts, ks: Parts, v: Array
-) -> tuple[int, int, int, int, int]:
-  """The sizes b, h, t, n, s; a ValueError where the shapes do not fit."""
+def sizes_of(qs: Parts, ks: Parts, v: Array) -> tuple[int, int, int, int, int]:
+  """Reads off the sizes b, h, t, n, s.
+
+  Raises:
+    ValueError: the shapes do not fit.
+  """
   for name, parts, letters in (
     ('q', qs, '(b, h, t, k)'),
     ('k', ks, '(b, n, s, k)'),
@@ -48,80 +51,73 @@ def check_shapes(
   return b, h, t, n, s
 
 
-def check_pairs(
-  mask: Any, bias: Any, shape: tuple[int, int, int, int]
-) -> tuple[masks.Mask | None, Array | None]:
-  """Mask and bias as a Mask and a 4-D array that fit scores (b, h, t, s).
+@dataclasses.dataclass(frozen=True)
+class Batch:
+  """Any number of batch dimensions, taken as the rows of one.
 
-  Raises:
-    ValueError: they do not broadcast, or have the wrong dtype.
+  Args:
+    sizes: of the batch dimensions.
+    sharding: of the dimensions as they were, where merging them moves data.
   """
-  mask = jax.tree.map(as_array, masks.as_mask(mask))
-  if mask is not None:
-    mask = _check_mask(mask, shape)
-  return mask, as_bias(bias, shape, 'bhts')
 
+  sizes: tuple[int, ...]
+  sharding: NamedSharding | None = None
 
-def _check_mask(
-  mask: masks.Mask, shape: tuple[int, int, int, int]
-) -> masks.Mask:
-  """The mask with leaves (b, h, ...); a ValueError unless it fits."""
-  whole = mask.with_batch()
-  try:
-    whole.check(shape)
-  except ValueError as error:
-    ranks = [[x.ndim for x in jax.tree.leaves(m)] for m in (mask, whole)]
-    if ranks[0] == ranks[1]:
-      raise
-    raise ValueError(
-      f'{error}. jax.vmap took axes of this mask; its leaves lead with (b, h): '
-      'map batch rows with in_axes=0, and then heads, with 0 again'
-    ) from None
-  return whole
+  @property
+  def rows(self) -> int:
+    return math.prod(self.sizes)
 
+  def merge(self, x: Array) -> Array:
+    """(..., a, c) -> (b, a, c), of the arrays' last dimensions any number."""
+    n = len(self.sizes)
+    if n == 1:
+      return x
+    sharding = merged_sharding(x, n)
+    return jnp.reshape(x, (self.rows, *x.shape[n:]), out_sharding=sharding)
 
-def per_row(name: str, positions: Any, b: int, size: int) -> Array | None:
-  """Positions as (b, 1, length) or (1, 1, length): shared by the heads."""
-  array = as_positions(name, positions, (b, size), (1, size), (size,))
-  if array is None:
-    return None
-  return jnp.reshape(array, (math.prod(array.shape[:-1]), 1, size))
+  def split(self, x: Array) -> Array:
+    """(b, ...) -> (..., ...), sharded as the batch was."""
+    if len(self.sizes) == 1:
+      return x
+    shape = (*self.sizes, *x.shape[1:])
+    return jnp.reshape(x, shape, out_sharding=self.sharding)
 
-
-def one_batch(x: Array) -> Array:
-  """(..., length, features) -> (b, length, features)."""
-  return jnp.reshape(x, (math.prod(x.shape[:-2]), *x.shape[-2:]))
-
-
-def fold(name: str, array: Any, batch: tuple[int, ...]) -> Any:
-  """A mask or bias (..., h, t, s) as (b, h, t, s); a Mask as it is."""
-  if array is None or isinstance(array, masks.Mask | str):
-    return array  # what is no mask is refused where masks are joined
-  if checks.is_function(array):
-    return array
-  array = jnp.asarray(array)
-  lead = array.shape[:-3]
-  if len(batch) == 1 or not lead:
-    return array
-  full = fit_rank(lead, len(batch))
-  fits = len(full) == len(batch) and all(
-    size in (1, whole) for size, whole in zip(full, batch, strict=True)
-  )
-  if not fits:
-    raise ValueError(
-      f'{name} of shape {array.shape} does not broadcast to (..., h, t, s) '
-      f'with batch dimensions {batch}; give each its size or 1'
+  def of_scores(self, name: str, array: Any) -> Any:
+    """A mask or bias (..., h, t, s) as (b, h, t, s); a Mask as it is."""
+    if array is None or isinstance(array, masks.Mask | str):
+      return array  # what is no mask is refused where masks are joined
+    if checks.is_function(array):
+      return array
+    if len(self.sizes) == 1 or np.ndim(array) < 4:
+      return array
+    array = jnp.asarray(array)
+    full = checks.fit_rank(array.shape[:-3], len(self.sizes))
+    fits = len(full) == len(self.sizes) and all(
+      size in (1, whole) for size, whole in zip(full, self.sizes, strict=True)
     )
-  array = jnp.reshape(array, (*full, *array.shape[-3:]))
-  array = jnp.broadcast_to(array, (*batch, *array.shape[-3:]))
-  return jnp.reshape(array, (math.prod(batch), *array.shape[-3:]))
+    if not fits:
+      raise ValueError(
+        f'{name} of shape {array.shape} does not broadcast to (..., h, t, s) '
+        f'with batch dimensions {self.sizes}; give each its size or 1'
+      )
+    array = jnp.reshape(array, (*full, *array.shape[-3:]))
+    array = jnp.broadcast_to(array, (*self.sizes, *array.shape[-3:]))
+    return self.merge(array)
+
+  def of_tokens(
+    self, name: str, positions: ArrayLike | None, size: int
+  ) -> Array | None:
+    """Positions (..., length) or (length,) as (b, length) or (1, length)."""
+    shapes = (*self.sizes, size), (1, size), (size,)
+    array = checks.as_positions(name, positions, *shapes)
+    if array is None:
+      return None
+    if array.ndim == len(self.sizes) + 1 and array.shape[:-1] == self.sizes:
+      return self.merge(array)
+    return jnp.reshape(array, (1, size))
 
 
-def positions(
-  name: str, positions: Any, batch: tuple[int, ...], size: int
-) -> Array | None:
-  """Positions (..., length) or (length,) as (b, length) or (1, length)."""
-  array = as_positions(name, positions, (*batch, size), (1, size), (size,))
-  if array is None:
-    return None
-  return jnp.reshape(array, (math.prod(array.shape[:-1]), size))
+def batch_of(x: Array, trailing: int) -> Batch:
+  """The batch dimensions of an array: all but the last so many."""
+  n = x.ndim - trailing
+  return Batch(x.shape[:n], batch_sharding(x, n))

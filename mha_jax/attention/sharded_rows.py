@@ -47,7 +47,7 @@ def rows_over_devices(function: Callable[[Any], Any], call: Any) -> Any:
 
 
 def rows_alike(tree: Any) -> Any:
-  """The same arrays (b, ...), all sharded over rows as the first that is.
+  """Shards arrays (b, ...) over their rows as the first that is so sharded.
 
   Outside of explicit meshes, and where none is sharded over its rows, they come
   back as they are.
@@ -74,17 +74,38 @@ def _reshard_rows(tree: Any) -> Any:
 
 
 def in_shard_map(x: Array) -> bool:
-  """Whether the array is one device's part, within `jax.shard_map`."""
+  """Tells whether an array is one device's part, within `jax.shard_map`."""
   return AxisType.Manual in jax.typeof(x).sharding.mesh.axis_types
 
 
 def is_one_devices(x: Array) -> bool:
-  """Whether all of the array lies on one device, wherever it is traced."""
+  """Tells whether all of an array lies on one device, where it is traced."""
   mesh = jax.typeof(x).sharding.mesh
   kinds = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
   return in_shard_map(x) and all(
     kind is AxisType.Manual or size == 1 for kind, size in kinds
   )
+
+
+def batch_sharding(x: Any, n: int) -> NamedSharding | None:
+  """The sharding of the first n dimensions, where a later one is sharded.
+
+  None where merging them into one, and splitting that, needs no help.
+  """
+  sharding = jax.typeof(x).sharding
+  if all(dimension is None for dimension in sharding.spec[1:n]):
+    return None
+  return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:n]))
+
+
+def merged_sharding(x: Any, n: int) -> NamedSharding | None:
+  """The sharding of x when its first n dimensions have become one."""
+  if batch_sharding(x, n) is None:
+    return None
+  sharding = jax.typeof(x).sharding
+  axes = [a for dimension in sharding.spec[:n] for a in _names(dimension)]
+  spec = PartitionSpec(tuple(axes), *sharding.spec[n:])
+  return NamedSharding(sharding.mesh, spec)
 
 
 @contextlib.contextmanager
@@ -114,10 +135,14 @@ def _sharded(tree: Any) -> Any:
 def _row_axes(x: Any) -> tuple[str, ...]:
   """The mesh axes that the rows are sharded on; (): none."""
   spec = jax.typeof(x).sharding.spec
-  axes = spec[0] if len(spec) else None
-  if axes is None:
+  return _names(spec[0]) if len(spec) else ()
+
+
+def _names(dimension: Any) -> tuple[str, ...]:
+  """The mesh axes in a dimension's part of a PartitionSpec."""
+  if dimension is None:
     return ()
-  return axes if isinstance(axes, tuple) else (axes,)
+  return dimension if isinstance(dimension, tuple) else (dimension,)
 
 
 def _has_rows(x: Any, b: int) -> bool:

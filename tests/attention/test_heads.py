@@ -32,10 +32,16 @@ from oracles import (
   reduce_to,
 )
 
-from mha_jax.attention import Dropout, each, heads, masks, multihead_attention
+from mha_jax.attention import (
+  Dropout,
+  heads,
+  implementations,
+  masks,
+  multihead_attention,
+)
 from mha_jax.attention.one_head import block_pairs
 
-IMPLEMENTATIONS = tuple(heads.IMPLEMENTATIONS)
+IMPLEMENTATIONS = implementations.OURS
 WITHOUT_WEIGHTS = ('blockwise',)
 
 
@@ -672,7 +678,7 @@ class InAxesTest(parameterized.TestCase):
     """heads.py maps leading axes alone: no vmap names an out_axes."""
     calls = [
       node
-      for module in (heads, each, block_pairs)
+      for module in (heads, block_pairs)
       for node in ast.walk(ast.parse(inspect.getsource(module)))
       if isinstance(node, ast.Call)
       and ast.unparse(node.func) in ('jax.vmap', 'mapping')

@@ -25,7 +25,7 @@ TPU = SimpleNamespace(platform='tpu')
 CPU = SimpleNamespace(platform='cpu')
 
 
-def call(**changes) -> implementations.Call:
+def call(**changes) -> implementations.Traits:
   """A long causal call in bfloat16, which every implementation serves."""
   standard = {
     't': 2048,
@@ -34,7 +34,7 @@ def call(**changes) -> implementations.Call:
     'dtype': jnp.bfloat16,
     'mask': masks.causal(),
   }
-  return implementations.Call(**standard | changes)
+  return implementations.Traits(**standard | changes)
 
 
 def on(device):
@@ -64,8 +64,8 @@ class AutoTest(parameterized.TestCase):
     (TPU, {'t': 2000, 's': 2000}, 'blockwise'),
     (GPU, {'given': ('bias',)}, 'blockwise'),
     (GPU, {'given': ('dropout',)}, 'blockwise'),
-    (GPU, {'asked': ('return_residual',)}, 'blockwise'),
-    (GPU, {'asked': ('return_weights',)}, 'exact'),
+    (GPU, {'given': ('return_residual',)}, 'blockwise'),
+    (GPU, {'given': ('return_weights',)}, 'exact'),
     (GPU, {'t': 64, 's': 64}, 'exact'),
     (CPU, {'t': 64, 's': 1024}, 'blockwise'),
     (CPU, {'t': 16384, 's': 64}, 'blockwise'),
@@ -91,8 +91,8 @@ class AutoTest(parameterized.TestCase):
     (GPU, 'cudnn', {'widths': ((60,), 60)}, 'not 60 and 60'),
     (TPU, 'splash', {'t': 130, 's': 130}, 't=130'),
     (TPU, 'splash', {'dtype': jnp.float16}, 'bfloat16 or float32'),
-    (CPU, 'blockwise', {'asked': ('return_weights',)}, 'return_weights'),
-    (TPU, 'splash', {'asked': ('return_weights',)}, 'return_weights'),
+    (CPU, 'blockwise', {'given': ('return_weights',)}, 'return_weights'),
+    (TPU, 'splash', {'given': ('return_weights',)}, 'return_weights'),
   )
   def test_a_forced_choice_says_why_not(self, device, name, changes, reason):
     """And what to do instead."""

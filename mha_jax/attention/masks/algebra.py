@@ -1,4 +1,4 @@
-"""What a mask is: booleans by coordinates, composed with & and |.
+"""Masks as booleans by coordinates, composed with & and |.
 
 A `Mask` is a small frozen pytree that is evaluated from the coordinates of
 queries and keys, whole or by block. Array leaves lead with (b, h), size 1 where
@@ -23,7 +23,7 @@ from mha_jax.attention.pytrees import pytree
 
 
 class Mask:
-  """What all masks can do; the kinds are in `masks`.
+  """A condition on queries and keys; the kinds are in `masks`.
 
   One's own is a `pytrees.pytree` with `evaluate`, which must depend on its
   fields alone, and `touches` where blocks can be skipped. Array leaves lead
@@ -86,12 +86,12 @@ class Mask:
 
   @property
   def by_position(self) -> bool:
-    """Whether it compares positions."""
+    """True where it compares positions."""
     return False
 
   @property
   def by_column(self) -> bool:
-    """Whether it goes by the columns of the call."""
+    """True where it goes by the columns of the call."""
     return not self.by_position
 
   def __bool__(self) -> bool:

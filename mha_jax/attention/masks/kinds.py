@@ -52,7 +52,7 @@ class Window(Mask):
   def _near(
     self, queries: tuple[Array, Array], keys: tuple[Array, Array]
   ) -> Bool[Array, '_ _']:
-    """Whether spans (least, greatest) of queries and keys come near enough."""
+    """True where spans (least, greatest) of queries and keys come near."""
     (first, last), (least, most) = queries, keys
     near = jnp.ones((first.size, least.size), bool)
     limits = jnp.iinfo(first.dtype)  # where positions would wrap
@@ -144,7 +144,9 @@ class Segments(Mask):
 
 
 def reach(mask: Mask | None) -> tuple[int | None, int | None] | None:
-  """How far a query sees back and ahead, (left, right), None: without end.
+  """Returns how far a query sees back and ahead, (left, right).
+
+  None in the place of either: without end.
 
   None where the mask is more than causal and windows joined by &.
   """

@@ -1,4 +1,4 @@
-"""Which blocks of queries meet which blocks of keys, and how large they are."""
+"""The pairs of blocks that meet, and the sizes of blocks."""
 
 import dataclasses
 from typing import Any
@@ -6,15 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mha_jax.attention import masks
 from mha_jax.attention.axes import Blocks
-from mha_jax.attention.each import each
+from mha_jax.attention.masks import Mask
 from mha_jax.attention.notation import Array, Bool
 from mha_jax.attention.pytrees import pytree
 from mha_jax.attention.sharded_rows import is_one_devices
-
-OF_MASKS = ('mask', 'query_positions', 'key_positions')
-"""What a mask is evaluated from."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +23,7 @@ class BlockSizes:
 
 @pytree
 class BlockPairs:
-  """Which blocks of queries meet which blocks of keys, as a list.
+  """The pairs of blocks of queries and of keys that meet, as a list.
 
   Args:
     queries: index of the block of queries of each pair.
@@ -43,7 +39,7 @@ class BlockPairs:
 def block_sizes(
   t: int, s: int, group: int = 1, kv_heads: int = 1
 ) -> BlockSizes:
-  """Fast sizes, see docs/decisions.md, "Blocks and thresholds".
+  """Chooses fast sizes, see docs/decisions.md, "Blocks and thresholds".
 
   Args:
     t: queries.
@@ -62,7 +58,7 @@ def block_sizes(
 
 
 def fits_better_alone(t: int, v: Array) -> bool:
-  """Whether heads with t queries are computed one by one, not side by side.
+  """Tells whether heads are computed one by one, not side by side.
 
   On a CPU the blocks of one head fit its cache; elsewhere, and for few queries,
   more at a time is faster. A loop over rows that lie on several devices would
@@ -74,9 +70,9 @@ def fits_better_alone(t: int, v: Array) -> bool:
 
 
 def touches(
-  mask: masks.Mask | None, queries: Blocks, keys: Blocks
+  mask: Mask | None, queries: Blocks, keys: Blocks
 ) -> Bool[Array, 'query_blocks key_blocks']:
-  """Which blocks of queries may attend to which blocks of keys."""
+  """True where a block of queries may attend to a block of keys."""
   allowed = jnp.ones((1, 1), bool)
   if mask is not None:
     allowed = mask.touches(queries, keys)
@@ -84,39 +80,8 @@ def touches(
 
 
 def as_pairs(touching: Bool[Array, 'query_blocks key_blocks']) -> BlockPairs:
-  """The True entries as a list, by block of queries."""
+  """Lists the True entries, by block of queries."""
   # Of a constant, on several devices, jaxlib 0.10 aborts while it compiles.
   touching = jax.lax.optimization_barrier(touching)
   i, j = jnp.nonzero(touching, size=touching.size, fill_value=0)
   return BlockPairs(i, j, jnp.sum(touching))
-
-
-def of_heads(
-  extras: dict[str, Any], queries: Blocks, keys: Blocks, by_head: bool
-) -> BlockPairs:
-  """The pairs of blocks to compute; leaves lead with (b, n, 1) or (1, 1, 1).
-
-  Args:
-    extras: what masks go by.
-    queries: the blocks of queries, keys: those of keys.
-    by_head: whether each batch row and key/value head has a list of its own. A
-      loop under `jax.vmap` has to have one for all.
-  """
-
-  def of_one(extras: dict[str, Any]) -> Array:
-    return touches(
-      extras['mask'],
-      dataclasses.replace(queries, positions=extras['query_positions']),
-      dataclasses.replace(keys, positions=extras['key_positions']),
-    )
-
-  def per_head(extras: dict[str, Any]) -> Array:
-    return jnp.any(each(of_one, extras), axis=0, keepdims=True)
-
-  def per_row(extras: dict[str, Any]) -> Array:
-    return each(per_head, extras)
-
-  touching = each(per_row, {name: extras[name] for name in OF_MASKS})
-  if not by_head:
-    touching = jnp.any(touching, axis=(0, 1), keepdims=True)
-  return jax.vmap(jax.vmap(jax.vmap(as_pairs)))(touching)

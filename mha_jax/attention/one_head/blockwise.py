@@ -20,29 +20,27 @@ Source: Dao 2023 (FlashAttention-2), algorithms 1 and 2.
 import dataclasses
 import functools
 import operator
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from mha_jax.attention import masks
 from mha_jax.attention.axes import Axis, Blocks
 from mha_jax.attention.dtypes import compute_dtype, wide_dtype
-from mha_jax.attention.notation import Array, Bool, Float, Parts
+from mha_jax.attention.notation import Array, ArrayLike, Bool, Float, Parts
 from mha_jax.attention.one_head import block_pairs, exact
 from mha_jax.attention.one_head.block_pairs import BlockPairs, BlockSizes
-from mha_jax.attention.one_head.dropout import Dropout
 from mha_jax.attention.pytrees import pytree
+from mha_jax.attention.scores import AskedOptions, Scores
 from mha_jax.attention.sharded_rows import in_shard_map
 
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-  """What is static."""
+  """The static part of a call."""
 
-  logit_softcap: float | None
   sizes: BlockSizes
   dtype: Any
   precision: Any  # of products, as it was set for the forward pass
@@ -50,7 +48,7 @@ class _Options:
 
 @pytree
 class _Inputs:
-  """What has a gradient."""
+  """The arrays that have a gradient."""
 
   qs: Any  # (t, k_i) each
   ks: Any  # (s, k_i) each
@@ -61,18 +59,15 @@ class _Inputs:
 
 @pytree
 class _Terms:
-  """What has none."""
+  """The arrays that have none."""
 
-  mask: masks.Mask | None
-  query_positions: Any  # (t,) or None
-  key_positions: Any  # (s,) or None
-  dropout: Dropout | None
+  scores: Scores  # without bias and scale
   pairs: BlockPairs
 
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-  """What a pair of blocks has."""
+  """A pair of blocks: its parts of the inputs, and its scores."""
 
   queries: Axis
   keys: Axis
@@ -85,58 +80,67 @@ class _Block:
 
 
 def attend(
-  q: Any,
-  k: Any,
-  v: Any,
+  q: ArrayLike | tuple[ArrayLike, ...],
+  k: ArrayLike | tuple[ArrayLike, ...],
+  v: ArrayLike,
   *,
-  mask: Any = None,
-  bias: Any = None,
-  scale: Any = None,
-  logit_softcap: float | None = None,
-  query_positions: Any = None,
-  key_positions: Any = None,
-  dropout: Dropout | None = None,
   sizes: BlockSizes | None = None,
-  pairs: BlockPairs | None = None,
-  return_residual: bool = False,
+  **options: Unpack[AskedOptions],
 ) -> Any:
-  """Attention of one head by blocks: q (t, k), k (s, k), v (s, v) -> (t, v).
+  """Attends with one head by blocks: q (t, k), k (s, k), v (s, v) -> (t, v).
 
   Args:
-    q: queries, k: keys, v: values, mask, bias, scale, logit_softcap,
-      query_positions, key_positions, dropout, return_residual: as in
-      `exact.attend`; they are taken as `multihead_attention` has checked them.
+    q: queries, k: keys, v: values: as in `exact.attend`.
     sizes: of the blocks; None: as `block_pairs.block_sizes` has them.
-    pairs: the pairs of blocks to compute; None: those that the mask touches.
+    **options: those of `exact.attend`, but return_weights.
 
   Returns:
     As `exact.attend`.
 
   Raises:
-    TypeError: forward-mode differentiation (`jax.jvp`) of it.
-    ValueError: reverse-mode differentiation of its gradient.
+    ValueError: an argument does not fit, or reverse-mode differentiation of the
+      gradient.
+    TypeError: forward-mode differentiation (`jax.jvp`).
   """
-  qs, ks, v = exact.as_parts(q), exact.as_parts(k), jnp.asarray(v)
+  qs, ks, v, scores = exact.checked_head(q, k, v, **options)
+  return of_head(qs, ks, v, scores, sizes=sizes).as_asked()
+
+
+def of_head(
+  qs: Parts,
+  ks: Parts,
+  v: Array,
+  scores: Scores,
+  pairs: BlockPairs | None = None,
+  sizes: BlockSizes | None = None,
+) -> exact.Attended:
+  """Attends with one head by blocks, all arguments checked.
+
+  Args:
+    qs, ks: the parts (t, k_i) of the queries and (s, k_i) of the keys.
+    v: the values (s, v).
+    scores: all that belongs to the scores; it never has the weights.
+    pairs: the pairs of blocks to compute; None: those that the mask touches.
+    sizes: of the blocks; None: as `block_pairs.block_sizes` has them.
+  """
   dtype = compute_dtype(None, *qs, *ks, v)
   t, s = qs[0].shape[0], v.shape[0]
-  scale = exact.default_scale(qs) if scale is None else scale
-  cap = None if logit_softcap is None else float(logit_softcap)
   sizes = block_pairs.block_sizes(t, s) if sizes is None else sizes
-  mask = masks.as_mask(mask)
   if pairs is None:
-    queries = Blocks(t, sizes.queries, query_positions)
-    keys = Blocks(s, sizes.keys, key_positions)
-    touching = block_pairs.touches(mask, queries, keys)
+    queries = Blocks(t, sizes.queries, scores.query_positions)
+    keys = Blocks(s, sizes.keys, scores.key_positions)
+    touching = block_pairs.touches(scores.mask, queries, keys)
     pairs = block_pairs.as_pairs(touching)
   qs, ks, v = jax.tree.map(lambda x: x.astype(dtype), (qs, ks, v))
   precision = jax.config.jax_default_matmul_precision  # type: ignore
-  options = _Options(cap, sizes, dtype, precision)
-  wide = wide_dtype(dtype)
-  inputs = _Inputs(qs, ks, v, bias, jnp.asarray(scale, wide))
-  terms = _Terms(mask, query_positions, key_positions, dropout, pairs)
+  scale = jnp.asarray(scores.scale_for(qs), wide_dtype(dtype))
+  inputs = _Inputs(qs, ks, v, scores.bias, scale)
+  scores = dataclasses.replace(scores, bias=None, scale=None)
+  terms = _Terms(scores, pairs)
   inputs = _varying_alike(inputs, terms)
-  out, residual = _attend(options, inputs, terms)
-  return (out, residual) if return_residual else out
+  out, residual = _attend(_Options(sizes, dtype, precision), inputs, terms)
+  asked = scores.return_residual
+  return exact.Attended(out, residual=residual if asked else None)
 
 
 def _forward(
@@ -168,11 +172,11 @@ def _forward(
       queries.put(total, queries.cut(total) * decay + jnp.sum(weights, axis=1)),
     )
 
-  nil = jnp.zeros_like(inputs.scale)
+  zero = jnp.zeros_like(inputs.scale)
   start = (
-    jnp.full((t, width), nil),
-    jnp.full(t, nil - jnp.inf),
-    jnp.full(t, nil),
+    jnp.full((t, width), zero),
+    jnp.full(t, zero - jnp.inf),
+    jnp.full(t, zero),
   )
   out, top, total = jax.lax.fori_loop(0, terms.pairs.count, add, start)
   out = out / jnp.where(total == 0, 1, total)[:, None]
@@ -187,11 +191,13 @@ def _varying_alike(inputs: _Inputs, terms: _Terms) -> _Inputs:
   """
   if not in_shard_map(inputs.v):
     return inputs
-  terms = dataclasses.replace(terms, dropout=None)  # keys are no numbers
-  leaves = jax.tree.leaves((inputs, terms))
+  scores = dataclasses.replace(
+    terms.scores, dropout=None
+  )  # keys are no numbers
+  leaves = jax.tree.leaves((inputs, scores, terms.pairs))
   zeros = [jnp.zeros_like(x, inputs.scale.dtype, shape=()) for x in leaves]
-  nil = functools.reduce(operator.add, zeros)
-  return jax.tree.map(lambda x: x + nil.astype(x.dtype), inputs)
+  zero = functools.reduce(operator.add, zeros)
+  return jax.tree.map(lambda x: x + zero.astype(x.dtype), inputs)
 
 
 def _keep(
@@ -240,8 +246,9 @@ def _gradients(
     if inputs.bias is not None:
       d_bias = _add_to_bias(d_bias, d_scores, queries, keys)
     d_scaled = d_scores
-    if options.logit_softcap is not None:
-      d_scaled = d_scores * (1 - (block.capped / options.logit_softcap) ** 2)
+    cap = terms.scores.logit_softcap
+    if cap is not None:
+      d_scaled = d_scores * (1 - (block.capped / cap) ** 2)
     d_raw = (d_scaled * inputs.scale).astype(dtype)
     d_qs = tuple(
       queries.cut(x) + product('ts,sk->tk', d_raw, k)
@@ -259,10 +266,12 @@ def _gradients(
       grads.scale + jnp.sum(d_scaled * block.products),
     )
 
-  nil = jnp.zeros_like(inputs.scale)
-  zeros = jax.tree.map(lambda x: jnp.full(x.shape, nil), inputs)
+  zero = jnp.zeros_like(inputs.scale)
+  zeros = jax.tree.map(lambda x: jnp.full(x.shape, zero), inputs)
   grads = jax.lax.fori_loop(0, terms.pairs.count, add, zeros)
-  return jax.tree.map(lambda g, x: once(g.astype(x.dtype)), grads, inputs)
+  return jax.tree.map(
+    lambda g, x: forward_only(g.astype(x.dtype)), grads, inputs
+  )
 
 
 _with_gradient = jax.custom_vjp(_forward, nondiff_argnums=(0,))
@@ -273,17 +282,17 @@ _attend = jax.jit(_with_gradient, static_argnums=0)
 def _block(
   options: _Options, inputs: _Inputs, terms: _Terms, pair: Array
 ) -> _Block:
-  """The pair of that number: its parts of the inputs, and its scores."""
+  """Cuts out the pair of that number, and computes its scores."""
   sizes, listed = options.sizes, terms.pairs
   t, s = inputs.qs[0].shape[0], inputs.v.shape[0]
-  rows = Blocks(t, sizes.queries, terms.query_positions)
-  columns = Blocks(s, sizes.keys, terms.key_positions)
+  rows = Blocks(t, sizes.queries, terms.scores.query_positions)
+  columns = Blocks(s, sizes.keys, terms.scores.key_positions)
   i, j = listed.queries[pair], listed.keys[pair]
   queries, keys = rows.axis(i), columns.axis(j)
   bias = inputs.bias
   if bias is not None:
     bias = keys.cut(queries.cut(bias), axis=1)
-  allowed = exact.allowed_pairs(terms.mask, bias, queries, keys)
+  allowed = exact.allowed_pairs(terms.scores.mask, bias, queries, keys)
   shape = (queries.size, keys.size)
   allowed = _only(rows.own(i), columns.own(j), allowed, shape)
   qs = tuple(queries.cut(q) for q in inputs.qs)
@@ -292,7 +301,8 @@ def _block(
     used = jnp.any(allowed, axis=0)
     ks, v = tuple(exact.silence(k, used) for k in ks), exact.silence(v, used)
   products = exact.products(qs, ks)
-  capped = exact.scores(products, inputs.scale, options.logit_softcap)
+  cap = terms.scores.logit_softcap
+  capped = exact.bounded(products, inputs.scale, cap)
   scores = capped if bias is None else capped + bias.astype(capped.dtype)
   if allowed is not None:
     scores = jnp.where(allowed, scores, -jnp.inf)
@@ -319,9 +329,10 @@ def _only(
 
 def _drop(terms: _Terms, block: _Block, weights: Array) -> Array:
   """Dropout of a block's weights, or of their gradients."""
-  if terms.dropout is None:
+  dropout = terms.scores.dropout
+  if dropout is None:
     return weights
-  return terms.dropout.apply(weights, block.queries, block.keys)
+  return dropout.apply(weights, block.queries, block.keys)
 
 
 def _add_to_bias(
@@ -340,12 +351,16 @@ def _add_to_bias(
   return jax.lax.dynamic_update_slice(grad, old + part, starts)
 
 
-_once = Primitive('once')
+_forward_only = Primitive('forward_only')
 
 
-def once(x: Array) -> Array:
-  """x; a ValueError where it is differentiated in reverse."""
-  return _once.bind(x)
+def forward_only(x: Array) -> Array:
+  """Returns x, which raises a ValueError when differentiated in reverse.
+
+  The gradient passes through it on its way out, so that a gradient of a
+  gradient says what to do instead of failing inside of a loop.
+  """
+  return _forward_only.bind(x)
 
 
 def _refuse(cotangent: Any, x: Any) -> None:
@@ -357,8 +372,8 @@ def _refuse(cotangent: Any, x: Any) -> None:
   )
 
 
-_once.def_impl(lambda x: x)
-_once.def_abstract_eval(lambda x: x)
-mlir.register_lowering(_once, lambda _, x: [x])
-batching.defvectorized(_once)
-ad.deflinear2(_once, _refuse)
+_forward_only.def_impl(lambda x: x)
+_forward_only.def_abstract_eval(lambda x: x)
+mlir.register_lowering(_forward_only, lambda _, x: [x])
+batching.defvectorized(_forward_only)
+ad.deflinear2(_forward_only, _refuse)

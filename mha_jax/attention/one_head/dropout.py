@@ -73,7 +73,7 @@ class Dropout:
 
 
 def _tiles(axis: Axis) -> tuple[Any, Int[Array, ' _']]:
-  """Where in its first tile an axis starts, and the tiles that cover it."""
+  """Returns an axis' start in its first tile, and the tiles that cover it."""
   if axis.start is None:
     return 0, jnp.arange(-(-axis.size // TILE))
   count = 1 + -(-(axis.size - 1) // TILE)  # wherever it starts

@@ -16,37 +16,103 @@ Source: Vaswani et al. 2017, section 3.2.1; softcap: Gemma 2 (2024), section 2.
 
 import functools
 import operator
-from typing import Any
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from mha_jax.attention import checks, masks
+from mha_jax.attention import checks
 from mha_jax.attention.axes import Axis
-from mha_jax.attention.checks import as_bias, as_positions
 from mha_jax.attention.dtypes import compute_dtype, wide_dtype
-from mha_jax.attention.notation import Array, Bool, Float, Shaped
-from mha_jax.attention.one_head.dropout import Dropout, check_dropout
+from mha_jax.attention.masks import Mask
+from mha_jax.attention.notation import (
+  Array,
+  ArrayLike,
+  Bool,
+  Float,
+  Parts,
+  Shaped,
+)
+from mha_jax.attention.one_head.dropout import Dropout
+from mha_jax.attention.scores import (
+  AskedOptions,
+  Scores,
+  ScoresOptions,
+  checked_scores,
+)
+
+
+class Attended(NamedTuple):
+  """The results of attention: its output, and what else was asked for."""
+
+  out: Array  # (t, v)
+  weights: Array | None = None  # (t, s), before dropout
+  residual: Array | None = None  # (t,), log of the softmax's denominator
+
+  def as_asked(self) -> Any:
+    """The output alone, or a tuple of it and what else there is."""
+    extra = [x for x in (self.weights, self.residual) if x is not None]
+    return (self.out, *extra) if extra else self.out
+
+
+@overload
+def attend(
+  q: ArrayLike | tuple[ArrayLike, ...],
+  k: ArrayLike | tuple[ArrayLike, ...],
+  v: ArrayLike,
+  *,
+  return_weights: Literal[False] = False,
+  return_residual: Literal[False] = False,
+  **options: Unpack[ScoresOptions],
+) -> Array: ...
+@overload
+def attend(
+  q: ArrayLike | tuple[ArrayLike, ...],
+  k: ArrayLike | tuple[ArrayLike, ...],
+  v: ArrayLike,
+  *,
+  return_weights: Literal[True],
+  return_residual: bool = False,
+  **options: Unpack[ScoresOptions],
+) -> tuple[Array, ...]: ...
+@overload
+def attend(
+  q: ArrayLike | tuple[ArrayLike, ...],
+  k: ArrayLike | tuple[ArrayLike, ...],
+  v: ArrayLike,
+  *,
+  return_weights: bool = False,
+  return_residual: Literal[True],
+  **options: Unpack[ScoresOptions],
+) -> tuple[Array, ...]: ...
+@overload
+def attend(
+  q: ArrayLike | tuple[ArrayLike, ...],
+  k: ArrayLike | tuple[ArrayLike, ...],
+  v: ArrayLike,
+  *,
+  return_weights: bool,
+  return_residual: bool,
+  **options: Unpack[ScoresOptions],
+) -> Any: ...
 
 
 def attend(
-  q: Any,
-  k: Any,
-  v: Any,
+  q: ArrayLike | tuple[ArrayLike, ...],
+  k: ArrayLike | tuple[ArrayLike, ...],
+  v: ArrayLike,
   *,
-  mask: Any = None,
-  bias: Any = None,
+  mask: Mask | ArrayLike | None = None,
+  bias: ArrayLike | None = None,
   scale: float | Array | None = None,
   logit_softcap: float | None = None,
-  query_positions: Any = None,
-  key_positions: Any = None,
-  dropout: Any = None,
-  used: Array | None = None,
+  query_positions: ArrayLike | None = None,
+  key_positions: ArrayLike | None = None,
+  dropout: Dropout | None = None,
   return_weights: bool = False,
   return_residual: bool = False,
 ) -> Any:
-  """Attention of one head: q (t, k), k (s, k), v (s, v) -> (t, v).
+  """Attends with one head: q (t, k), k (s, k), v (s, v) -> (t, v).
 
   Args:
     q: queries (t, k), or a tuple of parts (t, k_i).
@@ -60,9 +126,6 @@ def attend(
     query_positions: (t,) integers for masks; None: 0 .. t-1.
     key_positions: (s,) integers for masks; None: 0 .. s-1.
     dropout: a `Dropout` with this head's key.
-    used: (s,) booleans, for heads that share k and v: the keys that a query of
-      any of them may attend to, all others are silenced; None: as this head's
-      mask says.
     return_weights: whether to return the weights (t, s) too, before dropout.
     return_residual: whether to return the log of the softmax's denominator (t,)
       too, in float32 at least; -inf for a query of nothing.
@@ -74,59 +137,65 @@ def attend(
   Raises:
     ValueError: shapes do not fit, or the mask is not boolean.
   """
-  qs, ks, v = as_parts(q), as_parts(k), jnp.asarray(v)
-  _check_shapes(qs, ks, v)
-  checks.softcap(logit_softcap)
-  check_dropout(dropout)
-  check_scale(scale)
-  dtype = compute_dtype(None, *qs, *ks, v)
-  scale = default_scale(qs) if scale is None else scale
-  t, s = qs[0].shape[0], v.shape[0]
-  query_positions = as_positions('query_positions', query_positions, (t,))
-  key_positions = as_positions('key_positions', key_positions, (s,))
-  bias = as_bias(bias, (t, s), 'ts')
-  # Before -inf is looked for: the least float64 is -inf in float32.
-  bias = None if bias is None else bias.astype(wide_dtype(dtype))
-  return _attend(
-    qs,
-    ks,
+  qs, ks, v, scores = checked_head(
+    q,
+    k,
     v,
-    scale,
-    masks.as_mask(mask),
-    bias,
-    Axis(t, query_positions),
-    Axis(s, key_positions),
-    dropout,
-    used,
-    logit_softcap=None if logit_softcap is None else float(logit_softcap),
+    mask=mask,
+    bias=bias,
+    scale=scale,
+    logit_softcap=logit_softcap,
+    query_positions=query_positions,
+    key_positions=key_positions,
+    dropout=dropout,
     return_weights=return_weights,
     return_residual=return_residual,
   )
+  return _compiled(qs, ks, v, scores).as_asked()
 
 
-@functools.partial(
-  jax.jit,
-  static_argnames=('logit_softcap', 'return_weights', 'return_residual'),
-)
-def _attend(
+def checked_head(
+  q: ArrayLike | tuple[ArrayLike, ...],
+  k: ArrayLike | tuple[ArrayLike, ...],
+  v: ArrayLike,
+  **options: Unpack[AskedOptions],
+) -> tuple[Parts, Parts, Array, Scores]:
+  """Makes arrays and `Scores` of the arguments of `attend`.
+
+  Raises:
+    ValueError: they do not fit.
+  """
+  qs, ks, v = as_parts(q), as_parts(k), jnp.asarray(v)
+  _check_shapes(qs, ks, v)
+  shape = (qs[0].shape[0], v.shape[0])
+  return (
+    qs,
+    ks,
+    v,
+    checked_scores(shape, compute_dtype(None, *qs, *ks, v), **options),
+  )
+
+
+def of_head(
   qs: tuple[Shaped[Array, 't _'], ...],
   ks: tuple[Shaped[Array, 's _'], ...],
   v: Shaped[Array, 's v'],
-  scale: float | Array,
-  mask: masks.Mask | None,
-  bias: Float[Array, '#t #s'] | None,
-  queries: Axis,
-  keys: Axis,
-  dropout: Dropout | None,
-  used: Bool[Array, ' s'] | None,
-  *,
-  logit_softcap: float | None,
-  return_weights: bool,
-  return_residual: bool,
-) -> Any:
-  """The same for arguments that fit, compiled: -inf stays inside."""
+  scores: Scores,
+  used: Bool[Array, ' s'] | None = None,
+) -> Attended:
+  """Attends with one head, all arguments checked.
+
+  Args:
+    qs, ks: the parts of the queries and of the keys.
+    v: the values.
+    scores: all that belongs to the scores.
+    used: for heads that share k and v: the keys that a query of any of them may
+      attend to, all others are silenced; None: as this head's mask says.
+  """
   dtype = compute_dtype(None, *qs, *ks, v)
-  allowed = allowed_pairs(mask, bias, queries, keys)
+  queries = Axis(qs[0].shape[0], scores.query_positions)
+  keys = Axis(v.shape[0], scores.key_positions)
+  allowed = allowed_pairs(scores.mask, scores.bias, queries, keys)
   if allowed is not None:
     used = jnp.any(allowed, axis=0) if used is None else used
     asking = jnp.any(allowed, axis=1)
@@ -134,41 +203,42 @@ def _attend(
   if used is not None:
     ks, v = tuple(silence(k, used) for k in ks), silence(v, used)
   qs, ks, v = jax.tree.map(lambda x: x.astype(dtype), (qs, ks, v))
-  logits = scores(products(qs, ks), scale, logit_softcap)
-  logits = logits if bias is None else logits + bias
+  scale = scores.scale_for(qs)
+  logits = bounded(products(qs, ks), scale, scores.logit_softcap)
+  logits = logits if scores.bias is None else logits + scores.bias
   if allowed is not None:
     logits = jnp.where(allowed, logits, -jnp.inf)
   weights = _softmax(logits, allowed)
   kept = weights
-  if dropout is not None:
-    kept = dropout.apply(weights, queries, keys)
+  if scores.dropout is not None:
+    kept = scores.dropout.apply(weights, queries, keys)
   out = jnp.einsum(
     'ts,sv->tv', kept.astype(dtype), v, preferred_element_type=weights.dtype
   ).astype(dtype)
-  asked: list[Array] = [weights.astype(dtype)] if return_weights else []
-  if return_residual:
-    asked.append(jax.nn.logsumexp(logits, axis=-1))
-  return (out, *asked) if asked else out
+  return Attended(
+    out,
+    weights.astype(dtype) if scores.return_weights else None,
+    jax.nn.logsumexp(logits, axis=-1) if scores.return_residual else None,
+  )
 
 
-def as_parts(x: Any) -> tuple[Array, ...]:
+# Compiled, so that -inf stays inside under jax_debug_infs.
+_compiled = jax.jit(of_head)
+
+
+def as_parts(x: ArrayLike | tuple[ArrayLike, ...]) -> Parts:
   """A query or key as a tuple of parts; an array is the only part."""
   parts = x if isinstance(x, tuple) else (x,)
   return tuple(jnp.asarray(part) for part in parts)
 
 
-def default_scale(qs: tuple[Array, ...]) -> float:
-  """1 / sqrt(k), with k = sum k_i over the parts."""
-  return float(sum(q.shape[-1] for q in qs) ** -0.5)
-
-
 def allowed_pairs(
-  mask: masks.Mask | None,
+  mask: Mask | None,
   bias: Float[Array, '#t #s'] | None,
   queries: Axis,
   keys: Axis,
 ) -> Bool[Array, 't s'] | None:
-  """Which query may attend to which key, by mask and bias; None: all."""
+  """True where mask and bias let a query attend to a key; None: everywhere."""
   allowed = None if mask is None else mask.evaluate(queries, keys)
   if bias is not None:
     finite = bias != -jnp.inf
@@ -199,7 +269,7 @@ def products(
   return functools.reduce(operator.add, parts)
 
 
-def scores(
+def bounded(
   products: Float[Array, 't s'],
   scale: float | Array,
   logit_softcap: float | None,
@@ -222,18 +292,7 @@ def _softmax(
   return jnp.where(empty, 0, weights)
 
 
-def check_scale(scale: Any) -> None:
-  """Raises a ValueError unless the scale is one number, or None."""
-  if isinstance(scale, str) or np.shape(scale) != ():
-    what = repr(scale) if isinstance(scale, str) else f'shape {np.shape(scale)}'
-    raise ValueError(
-      f'scale of {what} must be one number; scale q or k for more'
-    )
-
-
-def _check_shapes(
-  qs: tuple[Array, ...], ks: tuple[Array, ...], v: Array
-) -> None:
+def _check_shapes(qs: Parts, ks: Parts, v: Array) -> None:
   """Raises a ValueError unless q (t, k), k (s, k), v (s, v) fit."""
   for name, parts in (('q', qs), ('k', ks), ('v', (v,))):
     for x in parts:

@@ -1,1 +1,1 @@
-"""What tells where a token stands: rotary positions and their scalings."""
+"""Rotary positions, and the scalings of their frequencies."""

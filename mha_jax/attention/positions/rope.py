@@ -57,7 +57,7 @@ class Rope:
 
   @property
   def score_factor(self) -> float:
-    """What latent attention multiplies its scores by: YaRN's mscale^2, or 1."""
+    """The factor of latent attention's scores: YaRN's mscale^2, or 1."""
     return 1.0 if self.scaling is None else self.scaling.score_factor
 
   def frequencies(self, size: int) -> np.ndarray:

@@ -14,16 +14,16 @@ from mha_jax.attention import checks
 
 
 class RopeScaling:
-  """What the scalings share."""
+  """A scaling of RoPE's frequencies."""
 
   @property
   def rotary_factor(self) -> float:
-    """What cosine and sine are multiplied by."""
+    """The factor of cosine and sine."""
     return 1.0
 
   @property
   def score_factor(self) -> float:
-    """What latent attention multiplies its scores by."""
+    """The factor of latent attention's scores."""
     return 1.0
 
   def scale(self, frequencies: np.ndarray, theta: float) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What multiplies parameters: the rows of a variant's table."""
+"""The rows of a variant's table, which own no parameters but apply them."""
 
 from mha_jax.attention.projections.norms import Norm
 from mha_jax.attention.projections.rows import (
@@ -9,7 +9,9 @@ from mha_jax.attention.projections.rows import (
   Row,
 )
 from mha_jax.attention.projections.table import (
+  ParamsByRow,
   Table,
+  as_params,
   check_params,
   init_table,
   num_params,
@@ -20,9 +22,11 @@ __all__ = [
   'Initializer',
   'Norm',
   'Params',
+  'ParamsByRow',
   'Projection',
   'Row',
   'Table',
+  'as_params',
   'check_params',
   'init_table',
   'num_params',

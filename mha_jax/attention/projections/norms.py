@@ -1,13 +1,14 @@
 """Norms: the rows of a variant's table that are no projection."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from mha_jax.attention import checks
-from mha_jax.attention.dtypes import compute_dtype, wide_dtype
+from mha_jax.attention.dtypes import wide_dtype
 from mha_jax.attention.notation import Array
 from mha_jax.attention.projections.rows import Params, Row
 
@@ -36,7 +37,7 @@ class Norm(Row):
       raise ValueError(f'kind={self.kind!r} must be one of {self.KINDS}')
     checks.positive('size', self.size)
 
-  @property
+  @functools.cached_property
   def shapes(self) -> dict[str, tuple[int, ...]]:
     return {'scale': (self.size,)}
 
@@ -44,15 +45,15 @@ class Norm(Row):
   def logical_axes(self) -> dict[str, tuple[str, ...]]:
     return {'scale': ('norm',)}
 
-  def apply(self, params: Params, x: Any, dtype: Any = None) -> Array:
+  def __str__(self) -> str:
+    return f'{self.kind} norm'
+
+  def compute(self, params: Params, x: Array, dtype: Any) -> Array:
     """Normalises x (..., size); returns the same shape in `dtype`."""
-    self.check(f'{self.kind} norm', params)
-    x, scale = jnp.asarray(x), jnp.asarray(params['scale'])
-    dtype = compute_dtype(dtype, x, scale)
     wide = wide_dtype(dtype)
-    x = x.astype(wide)
+    scale, x = params['scale'].astype(wide), x.astype(wide)
     if self.kind == 'layer':
       x = x - jnp.mean(x, axis=-1, keepdims=True)
     power = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-    scale = jnp.reshape(scale.astype(wide), (1,) * (x.ndim - 1) + (self.size,))
+    scale = jnp.reshape(scale, (1,) * (x.ndim - 1) + (self.size,))
     return (x * (jax.lax.rsqrt(power + self.epsilon) * scale)).astype(dtype)

@@ -18,7 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from mha_jax.attention.dtypes import compute_dtype
-from mha_jax.attention.notation import LETTERS, LOGICAL_AXES, Array
+from mha_jax.attention.notation import (
+  LETTERS,
+  LOGICAL_AXES,
+  Array,
+  ArrayLike,
+  DTypeLike,
+)
 
 Params = Mapping[str, Any]
 Initializer = jax.nn.initializers.Initializer
@@ -33,7 +39,7 @@ INITIALIZERS: Mapping[str, Initializer] = {
 
 
 class Row:
-  """What the rows of a table share: named parameters with known shapes."""
+  """A row of a table: named parameters with known shapes, and what they do."""
 
   @property
   def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -55,11 +61,31 @@ class Row:
     """The logical axis name of every dimension of every parameter."""
     raise NotImplementedError
 
-  def apply(self, params: Params, x: Any, dtype: Any = None) -> Array:
+  def compute(self, params: Params, x: Array, dtype: Any) -> Array:
+    """Applies parameters that fit to x, in a floating dtype."""
     raise NotImplementedError
+
+  def apply(
+    self, params: Params, x: ArrayLike, dtype: DTypeLike | None = None
+  ) -> Array:
+    """Applies parameters to x, once all have been checked.
+
+    Args:
+      params: `{name: array}`, of the row's `shapes`.
+      x: what the row takes.
+      dtype: the dtype to compute in; None: the common dtype of all.
+
+    Raises:
+      ValueError: the parameters, or x, do not fit.
+    """
+    self.check(str(self), params)
+    x = jnp.asarray(x)
+    params = {name: jnp.asarray(a) for name, a in params.items()}
+    return self.compute(params, x, compute_dtype(dtype, x, *params.values()))
 
   @property
   def num_params(self) -> int:
+    """The number of parameters."""
     return sum(math.prod(shape) for shape in self.shapes.values())
 
   def check(self, name: str, params: Any) -> None:
@@ -75,7 +101,7 @@ class Row:
     self,
     key: Array,
     initializers: Mapping[str, Initializer] = MappingProxyType({}),
-    dtype: Any = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
   ) -> dict[str, Array]:
     """Draws the parameters.
 
@@ -161,17 +187,17 @@ class Projection(Row):
     x, kernel = inputs.split(',')
     return x, kernel, output
 
-  @property
+  @functools.cached_property
   def kernel_letters(self) -> str:
     return self.letters[1]
 
-  @property
+  @functools.cached_property
   def contracted(self) -> str:
     """The letters that are summed over, in the kernel's order."""
     x, kernel, output = self.letters
     return ''.join(c for c in kernel if c in x and c not in output)
 
-  @property
+  @functools.cached_property
   def bias_letters(self) -> str:
     return self.kernel_letters[len(self.contracted) :]
 
@@ -179,26 +205,26 @@ class Projection(Row):
     sizes = dict(self.sizes)
     return tuple(sizes[letter] for letter in letters)
 
-  @property
+  @functools.cached_property
   def kernel_shape(self) -> tuple[int, ...]:
     return self._shape(self.kernel_letters)
 
-  @property
+  @functools.cached_property
   def bias_shape(self) -> tuple[int, ...]:
     return self._shape(self.bias_letters)
 
-  @property
+  @functools.cached_property
   def fan_in(self) -> int:
     return math.prod(self._shape(self.contracted))
 
-  @property
+  @functools.cached_property
   def shapes(self) -> dict[str, tuple[int, ...]]:
     shapes = {'kernel': self.kernel_shape}
     return shapes | ({'bias': self.bias_shape} if self.use_bias else {})
 
-  @property
+  @functools.cached_property
   def init_shapes(self) -> dict[str, tuple[int, ...]]:
-    """What an initialiser sees: (fan-in, fan-out) for a kernel, as in Flax.
+    """The shapes that initialisers see: (fan-in, fan-out), as in Flax.
 
     A 2-D initialiser then finds the fan-in where it expects it, also for a
     kernel of three dimensions.
@@ -215,8 +241,13 @@ class Projection(Row):
       for name in self.shapes
     }
 
-  def apply(self, params: Params, x: Any, dtype: Any = None) -> Array:
-    """Projects x.
+  def __str__(self) -> str:
+    return self.spec
+
+  def apply(
+    self, params: Params, x: ArrayLike, dtype: DTypeLike | None = None
+  ) -> Array:
+    """Projects x, once all have been checked.
 
     Args:
       params: `{'kernel': ..., 'bias': ...}`.
@@ -227,34 +258,49 @@ class Projection(Row):
       An array of the output's letters.
 
     Raises:
-      ValueError: the input's shape does not fit the sizes.
+      ValueError: the parameters, or the input's shape, do not fit the sizes.
     """
-    x = jnp.asarray(x)
-    input_letters, _, output_letters = self.letters
     sizes = dict(self.sizes)
-    wanted = tuple(sizes.get(letter) for letter in input_letters)
-    if len(wanted) != x.ndim or any(
-      a not in (None, b) for a, b in zip(wanted, x.shape, strict=True)
+    letters = self.letters[0]
+    wanted = tuple(sizes.get(letter) for letter in letters)
+    shape = np.shape(x)
+    if len(wanted) != len(shape) or any(
+      a not in (None, b) for a, b in zip(wanted, shape, strict=True)
     ):
       raise ValueError(
-        f'input of shape {x.shape} does not fit {self.spec!r} with sizes '
-        f'{sizes}; pass an array {tuple(input_letters)}'
+        f'input of shape {shape} does not fit {self.spec!r} with sizes '
+        f'{sizes}; pass an array {tuple(letters)}'
       )
-    self.check(self.spec, params)
-    params = {name: jnp.asarray(a) for name, a in params.items()}
-    kernel = params['kernel']
-    bias = params['bias'] if self.use_bias else None
-    arrays = (x, kernel) if bias is None else (x, kernel, bias)
-    dtype = compute_dtype(dtype, *arrays)
-    # In any other order the kernel would be transposed, at every call.
-    kept = [c for c in input_letters if c not in self.contracted]
-    new = [c for c in self.bias_letters if c not in input_letters]
-    product = ''.join((*kept, *new))
-    spec = f'{input_letters},{self.kernel_letters}->{product}'
-    y = jnp.einsum(spec, x.astype(dtype), kernel.astype(dtype))
-    if bias is not None:
-      order = ''.join(c for c in product if c in self.bias_letters)
-      bias = jnp.einsum(f'{self.bias_letters}->{order}', bias.astype(dtype))
-      spread = [sizes[c] if c in order else 1 for c in product]
-      y = y + jnp.reshape(bias, spread)
-    return jnp.einsum(f'{product}->{output_letters}', y)
+    return super().apply(params, x, dtype)
+
+  @functools.cached_property
+  def _product(self) -> str:
+    """The output's letters in the order in which the product has them.
+
+    In any other order the kernel would be transposed, at every call.
+    """
+    inputs = self.letters[0]
+    kept = [c for c in inputs if c not in self.contracted]
+    return ''.join((*kept, *(c for c in self.bias_letters if c not in inputs)))
+
+  @functools.cached_property
+  def _bias_in_product(self) -> tuple[str, tuple[int, ...]]:
+    """The einsum that orders the bias, and its shape beside the product."""
+    order = ''.join(c for c in self._product if c in self.bias_letters)
+    sizes = dict(self.sizes)
+    shape = tuple(sizes[c] if c in order else 1 for c in self._product)
+    return f'{self.bias_letters}->{order}', shape
+
+  def compute(self, params: Params, x: Array, dtype: Any) -> Array:
+    inputs, kernel, output = self.letters
+    product = self._product
+    y = jnp.einsum(
+      f'{inputs},{kernel}->{product}',
+      x.astype(dtype),
+      params['kernel'].astype(dtype),
+    )
+    if self.use_bias:
+      order, shape = self._bias_in_product
+      bias = jnp.einsum(order, params['bias'].astype(dtype))
+      y = y + jnp.reshape(bias, shape)
+    return jnp.einsum(f'{product}->{output}', y)

@@ -7,18 +7,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mha_jax.attention.notation import Array
-from mha_jax.attention.projections.rows import Initializer, Row
+from mha_jax.attention.notation import Array, DTypeLike
+from mha_jax.attention.projections.rows import Initializer, Params, Row
 
 Table = Mapping[str, Row]
 """A variant: the name of each parameter group and the row it is."""
+
+ParamsByRow = Mapping[str, Params]
+"""The parameters of a table: `{row: {parameter: array}}`."""
 
 
 def init_table(
   table: Any,
   key: Array,
   initializers: Mapping[str, Initializer] = MappingProxyType({}),
-  dtype: Any = jnp.float32,
+  dtype: DTypeLike = jnp.float32,
 ) -> dict[str, dict[str, Array]]:
   """Draws the parameters of every row: `{name: {parameter: array}}`."""
   if not isinstance(table, Mapping):
@@ -46,6 +49,15 @@ def check_params(table: Table, params: Any) -> None:
       f'params has {extra}, which the config does not ask for; it asks for '
       f'{sorted(table)}'
     )
+
+
+def as_params(table: Table, params: Any) -> dict[str, dict[str, Array]]:
+  """Makes arrays of the parameters of a table, which are checked."""
+  check_params(table, params)
+  return {
+    row: {name: jnp.asarray(params[row][name]) for name in table[row].shapes}
+    for row in table
+  }
 
 
 def num_params(table: Table) -> int:

@@ -10,15 +10,12 @@ its latent. `layer.apply` does the rest.
 import dataclasses
 import math
 import typing
-from collections.abc import Callable, Mapping
-from typing import Any
-
-import jax.numpy as jnp
+from typing import Any, Protocol
 
 from mha_jax.attention import checks
 from mha_jax.attention.notation import Array, Parts
 from mha_jax.attention.positions.rope import Rope
-from mha_jax.attention.projections import Params, Table
+from mha_jax.attention.projections import ParamsByRow, Table
 
 Heads = tuple[Array, Array | None]
 """The heads' outputs (b, h, t, v) and weights (b, h, t, s), None: not asked."""
@@ -26,26 +23,38 @@ Heads = tuple[Array, Array | None]
 Positions = Array | None
 """(b, length) or (1, length) integers; None: 0, 1, 2, ..."""
 
-Core = Callable[..., Heads]
-"""`core(q_BHTK, k_BNSK, v_BNSV, scale=, logit_softcap=)`: `multihead_attention`
-with mask, bias, positions and dropout filled in. Two calls drop the same
-weights."""
+
+class HeadsAttention(Protocol):
+  """`multihead_attention` with mask, bias, positions and dropout filled in.
+
+  Two calls drop the same weights.
+  """
+
+  def __call__(
+    self,
+    q: Array | Parts,
+    k: Array | Parts,
+    v: Array,
+    *,
+    scale: float | Array | None = None,
+    logit_softcap: float | None = None,
+  ) -> Heads: ...
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
-  """The rows of a table with their parameters: `rows(name, x)` applies one."""
+class Project:
+  """Applies the rows of a table by name: `project('query', x)`."""
 
   table: Table
-  params: Mapping[str, Params]
+  params: ParamsByRow
   dtype: Any
 
   def __call__(self, name: str, x: Array) -> Array:
-    return self.table[name].apply(self.params[name], x, self.dtype)
+    return self.table[name].compute(self.params[name], x, self.dtype)
 
   def kernel(self, name: str) -> Array:
-    """A projection's kernel, in the dtype to compute in."""
-    return jnp.asarray(self.params[name]['kernel']).astype(self.dtype)
+    """Returns a projection's kernel, in the dtype to compute in."""
+    return self.params[name]['kernel'].astype(self.dtype)
 
 
 class AttentionConfig:
@@ -74,7 +83,7 @@ class AttentionConfig:
 
   @property
   def cache_elements(self) -> int:
-    """What decoding keeps of a token, in elements a layer."""
+    """The elements that decoding keeps of a token, in one layer."""
     return sum(math.prod(shape) for shape in self.entry_shapes)
 
   @property
@@ -87,27 +96,38 @@ class AttentionConfig:
     """The RoPE that is in use."""
     return self.rope
 
-  def queries(self, rows: Rows, x: Array, at: Positions) -> Parts:
-    """The parts of the queries (b, h, t, ...) from x (b, t, d)."""
+  def queries(self, project: Project, x: Array, positions: Positions) -> Parts:
+    """Makes the parts of the queries (b, h, t, ...) from x (b, t, d)."""
     raise NotImplementedError
 
-  def entries(self, rows: Rows, y: Array, z: Array, at: Positions) -> Parts:
-    """What decoding keeps (b, heads, s, ...) of y (b, s, d'), z (b, s, d'')."""
+  def entries(
+    self, project: Project, y: Array, z: Array, positions: Positions
+  ) -> Parts:
+    """Makes the arrays (b, heads, s, ...) that decoding keeps of each token.
+
+    Args:
+      project: applies the rows of the table.
+      y: the keys' input (b, s, d').
+      z: the values' input (b, s, d'').
+      positions: of the tokens.
+    """
     raise NotImplementedError
 
-  def attend(self, rows: Rows, q: Parts, entries: Parts, core: Core) -> Heads:
-    """The outputs of the heads: makes keys and values, calls `core`."""
+  def attend(
+    self, project: Project, q: Parts, entries: Parts, attention: HeadsAttention
+  ) -> Heads:
+    """Makes keys and values of the entries, and calls `attention`."""
     raise NotImplementedError
 
   def expands(self, t: int, s: int) -> bool:
-    """Whether `attend` multiplies the entries of s tokens for t queries."""
+    """Tells whether `attend` multiplies the entries of s tokens themselves."""
     del t, s
     return False
 
-  def rotate(self, x_BHTK: Array, at: Positions) -> Array:
+  def rotate(self, x_BHTK: Array, positions: Positions) -> Array:
     """Turns x by the RoPE in use, where there is one."""
     rope = self.rotary
-    return x_BHTK if rope is None else rope.rotate_heads(x_BHTK, at)
+    return x_BHTK if rope is None else rope.rotate_heads(x_BHTK, positions)
 
   def check_sizes(self, *may_be_zero: str) -> None:
     """Makes numbers plain ones; a ValueError unless sizes are positive."""

@@ -19,11 +19,11 @@ from mha_jax.attention.positions.rope import Rope
 from mha_jax.attention.projections import Norm, Projection, Row, Table
 from mha_jax.attention.variants.config import (
   AttentionConfig,
-  Core,
   Heads,
+  HeadsAttention,
   Parts,
   Positions,
-  Rows,
+  Project,
 )
 
 
@@ -124,18 +124,22 @@ class GroupedConfig(AttentionConfig):
       rows |= {'query_ln': norm, 'key_ln': norm}
     return rows | {'out': projection('bhtv,hvd->btd', out)}
 
-  def queries(self, rows: Rows, x: Array, at: Positions) -> Parts:
+  def queries(self, project: Project, x: Array, positions: Positions) -> Parts:
     """Normalised, then rotated."""
-    q = rows('query', x)
-    q = rows('query_ln', q) if self.normalize_qk else q
-    return (self.rotate(q, at),)
+    q = project('query', x)
+    q = project('query_ln', q) if self.normalize_qk else q
+    return (self.rotate(q, positions),)
 
-  def entries(self, rows: Rows, y: Array, z: Array, at: Positions) -> Parts:
+  def entries(
+    self, project: Project, y: Array, z: Array, positions: Positions
+  ) -> Parts:
     """Keys, normalised and rotated, and values."""
-    k = rows('key', y)
-    k = rows('key_ln', k) if self.normalize_qk else k
-    return self.rotate(k, at), rows('value', z)
+    k = project('key', y)
+    k = project('key_ln', k) if self.normalize_qk else k
+    return self.rotate(k, positions), project('value', z)
 
-  def attend(self, rows: Rows, q: Parts, entries: Parts, core: Core) -> Heads:
-    del rows
-    return core(q, *entries, logit_softcap=self.logit_softcap)
+  def attend(
+    self, project: Project, q: Parts, entries: Parts, attention: HeadsAttention
+  ) -> Heads:
+    del project
+    return attention(q, *entries, logit_softcap=self.logit_softcap)

@@ -28,11 +28,11 @@ from mha_jax.attention.positions.rope import Rope
 from mha_jax.attention.projections import Norm, Projection, Row, Table
 from mha_jax.attention.variants.config import (
   AttentionConfig,
-  Core,
   Heads,
+  HeadsAttention,
   Parts,
   Positions,
-  Rows,
+  Project,
 )
 
 FORMS = ('auto', 'expanded', 'absorbed')
@@ -165,35 +165,39 @@ class LatentConfig(AttentionConfig):
     out = self.out_features or self.d_model
     return rows | {'out': projection('bhtv,hvd->btd', out, self.use_bias)}
 
-  def queries(self, rows: Rows, x: Array, at: Positions) -> Parts:
+  def queries(self, project: Project, x: Array, positions: Positions) -> Parts:
     """The parts that do not and that do rotate."""
     if self.q_lora_rank:
-      x = rows('query_norm', rows('query_down', x))
+      x = project('query_norm', project('query_down', x))
     if not self.sizes['p']:
-      return (rows('query', x),)
-    return rows('query', x), self.rotate(rows('query_rope', x), at)
+      return (project('query', x),)
+    return project('query', x), self.rotate(project('query_rope', x), positions)
 
-  def entries(self, rows: Rows, y: Array, z: Array, at: Positions) -> Parts:
+  def entries(
+    self, project: Project, y: Array, z: Array, positions: Positions
+  ) -> Parts:
     """The latent and the rotary key, each of one head."""
     del z
-    c = rows('key_norm', rows('key_down', y))[:, None]
+    c = project('key_norm', project('key_down', y))[:, None]
     if not self.sizes['p']:
       return (c,)
-    return c, self.rotate(rows('key_rope', y)[:, None], at)
+    return c, self.rotate(project('key_rope', y)[:, None], positions)
 
-  def attend(self, rows: Rows, q: Parts, entries: Parts, core: Core) -> Heads:
+  def attend(
+    self, project: Project, q: Parts, entries: Parts, attention: HeadsAttention
+  ) -> Heads:
     """The two parts of a score, expanded or absorbed."""
     (q_nope, *w), (c, *u) = q, entries
     options = {'scale': self.scale, 'logit_softcap': self.logit_softcap}
     if self.expands(q_nope.shape[2], c.shape[2]):
-      k, v = rows('key', c[:, 0]), rows('value', c[:, 0])
-      return core((q_nope, *w), (k, *u), v, **options)
-    q_latent = jnp.einsum('bhtk,rhk->bhtr', q_nope, rows.kernel('key'))
-    o, weights = core((q_latent, *w), (c, *u), c, **options)
-    return jnp.einsum('bhtr,rhv->bhtv', o, rows.kernel('value')), weights
+      k, v = project('key', c[:, 0]), project('value', c[:, 0])
+      return attention((q_nope, *w), (k, *u), v, **options)
+    q_latent = jnp.einsum('bhtk,rhk->bhtr', q_nope, project.kernel('key'))
+    o, weights = attention((q_latent, *w), (c, *u), c, **options)
+    return jnp.einsum('bhtr,rhv->bhtv', o, project.kernel('value')), weights
 
   def expands(self, t: int, s: int) -> bool:
-    """Whether t queries attend to s latents in the expanded form.
+    """Tells whether t queries attend to s latents in the expanded form.
 
     'auto' takes the form with fewer multiplications a head: expanded
     s r (k + v) + t s (k + v + p), absorbed t r (k + v) + t s (2 r + p). Of

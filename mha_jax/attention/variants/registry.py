@@ -1,6 +1,7 @@
 """The variants by name: a row each; shells and decoders are built from it."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -80,4 +81,14 @@ def build(kind: str, **options: Any) -> AttentionConfig:
   for name, what in variant.required.items():
     if name not in given:
       raise ValueError(f'{name}=None: {kind!r} needs it: {what}')
-  return variant.config(**{**given, **variant.fixed})
+  made: dict[str, Any] = {**given, **variant.fixed}
+  try:
+    return _config(variant.config, **made)  # type: ignore[arg-type]
+  except TypeError:  # something that cannot be hashed: refused by its name
+    return variant.config(**made)
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def _config(kind: type[AttentionConfig], **options: Any) -> AttentionConfig:
+  """Makes a config once, so that its table is made once too."""
+  return kind(**options)

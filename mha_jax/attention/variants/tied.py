@@ -15,11 +15,11 @@ from mha_jax.attention.projections import Projection, Table
 from mha_jax.attention.variants import config
 from mha_jax.attention.variants.config import (
   Array,
-  Core,
   Heads,
+  HeadsAttention,
   Parts,
   Positions,
-  Rows,
+  Project,
 )
 
 
@@ -57,12 +57,18 @@ class TiedConfig(config.AttentionConfig):
     specs |= {'out': 'bhtv,hvd->btd'}
     return {x: Projection(y, sizes, self.use_bias) for x, y in specs.items()}
 
-  def queries(self, rows: Rows, x: Array, at: Positions) -> Parts:
-    return rows('query', x), self.rotate(rows('query_rope', x), at)
+  def queries(self, project: Project, x: Array, positions: Positions) -> Parts:
+    return project('query', x), self.rotate(project('query_rope', x), positions)
 
-  def entries(self, rows: Rows, y: Array, z: Array, at: Positions) -> Parts:
-    return rows('value', y), self.rotate(rows('key_rope', y)[:, None], at)
+  def entries(
+    self, project: Project, y: Array, z: Array, positions: Positions
+  ) -> Parts:
+    return project('value', y), self.rotate(
+      project('key_rope', y)[:, None], positions
+    )
 
-  def attend(self, rows: Rows, q: Parts, entries: Parts, core: Core) -> Heads:
+  def attend(
+    self, project: Project, q: Parts, entries: Parts, attention: HeadsAttention
+  ) -> Heads:
     v, u = entries
-    return core(q, (v[..., : self.head_dim // 2], u), v)
+    return attention(q, (v[..., : self.head_dim // 2], u), v)

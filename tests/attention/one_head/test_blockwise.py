@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import textwrap
-from unittest import mock
 
 import chex
 import jax
@@ -24,7 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from oracles import assert_close, assert_same_bits, booleans, normal
 
-from mha_jax.attention import Dropout, heads, masks
+from mha_jax.attention import Dropout, masks
 from mha_jax.attention import multihead_attention as multihead
 from mha_jax.attention.axes import Axis, Blocks
 from mha_jax.attention.one_head import block_pairs, blockwise, exact
@@ -449,15 +448,15 @@ class PairsTest(parameterized.TestCase):
   def test_what_is_skipped_is_not_computed(self, alone):
     """Rows and heads have lists of their own in a loop, one for all in vmap."""
     seen = []
-    whole = blockwise.attend
+    whole = blockwise.of_head
 
-    def attend(*args, pairs, **options):
+    def of_head(qs, ks, v, scores, pairs, sizes):
       jax.debug.callback(lambda count: seen.append(int(count)), pairs.count)
-      return whole(*args, pairs=pairs, **options)
+      return whole(qs, ks, v, scores, pairs, sizes)
 
     x = normal(0, B, 1, 8, K)
     with (
-      mock.patch.dict(heads.IMPLEMENTATIONS, blockwise=attend),
+      patched(blockwise, of_head=of_head),
       patched(block_pairs, fits_better_alone=lambda *_: alone),
     ):
       multihead(x, x, x, mask=masks.lengths([8, 3]), implementation='blockwise')
