@@ -8,7 +8,8 @@ The default takes three lengths and every suite; `full` takes all lengths from
 installed (extra `parity`).
 
 Fields:
-  suites: of attention, module, decoder, train, decode, with commas between.
+  suites: those to run, with commas between: attention, module, unjitted,
+    decoder, train, decode.
   rounds: times that each contender is run, in turn.
   memory: whether to measure memory, in processes of their own.
   lengths: tokens of suite attention, with commas between.
@@ -26,6 +27,7 @@ Fields:
   train_steps: optimiser steps of suite train.
   decode_tokens: tokens in the cache of suite decode.
   decode_batch_size: sequences of suite decode.
+  traced_layers: layers of suite unjitted whose tracing is measured.
   tiny: whether suite decode takes small sizes.
 """
 
@@ -44,7 +46,7 @@ def get_config(variants: str = '') -> ConfigDict:
   config = ConfigDict(
     {
       'name': f'benchmark-{variants}' if variants else 'benchmark',
-      'suites': 'attention,module,decoder,train,decode',
+      'suites': 'attention,module,unjitted,decoder,train,decode',
       'rounds': 7,
       'memory': True,
       'lengths': '256,1024,4096',
@@ -62,6 +64,7 @@ def get_config(variants: str = '') -> ConfigDict:
       'train_steps': 20,
       'decode_tokens': 4096,
       'decode_batch_size': 4,
+      'traced_layers': 12,
       'tiny': False,
     }
   )
@@ -75,4 +78,5 @@ def get_config(variants: str = '') -> ConfigDict:
     config.update({'module_d_model': 16, 'train_heads': '2'})
     config.update({'decoder_lengths': '16', 'decoder_layers': 1})
     config.update({'train_steps': 2, 'decode_tokens': 64, 'tiny': True})
+    config.traced_layers = 2
   return config

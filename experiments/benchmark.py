@@ -5,6 +5,7 @@
   python -m experiments.benchmark --config=configs/benchmark.py:full
 
 Suites: attention (jax.nn, Flax, PyTorch), module (Flax Linen and NNX, PyTorch),
+unjitted (calls outside of jit, and tracing: jax.nn, Flax Linen and NNX),
 decoder (a training step; the same decoder with Flax's attention), train (a step
 of the copy task; the same model in NNX and PyTorch) and decode.
 Contenders take turns, round after round; a table shows medians as multiples of
@@ -42,7 +43,7 @@ from mha_jax.attention import checks
 from mha_jax.training import record
 from mha_jax.training.signals import StopRequest, stop_on_signal
 
-SUITES = ('attention', 'module', 'decoder', 'train', 'decode')
+SUITES = ('attention', 'module', 'unjitted', 'decoder', 'train', 'decode')
 WITH_MEMORY = ('attention', 'decoder')
 SIZES = (
   'rounds',
@@ -56,6 +57,7 @@ SIZES = (
   'train_steps',
   'decode_tokens',
   'decode_batch_size',
+  'traced_layers',
 )
 OPEN = ('suites', 'lengths', 'module_lengths', 'decoder_lengths', 'train_heads')
 """What of the config may differ from call to call in one folder."""

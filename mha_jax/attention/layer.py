@@ -192,8 +192,8 @@ def apply(
   x = batch.merge(x)
   y, z = (None if a is None else batch.merge(a) for a in (y, z))
   with matmul_precision(precision), heads.forward_mode_refused():
-    call = _Call(x, y, z, scores, gates, cache, valid)
-    out, weights, after = _layer(config, dtype, implementation, params, call)
+    arrays = _Arrays(x, y, z, scores, gates, cache, valid)
+    out, weights, after = _layer(config, dtype, implementation, params, arrays)
   result: Any = batch.split(out)
   if weights is not None:
     result = result, batch.split(weights)
@@ -247,7 +247,7 @@ def keys_values(
   return StaticCache(entries, jnp.reshape(lengths, (-1,)), keys)
 
 
-class _Call(NamedTuple):
+class _Arrays(NamedTuple):
   """The arrays of a call, checked; b counts all batch dimensions."""
 
   x: Array  # (b, t, d)
@@ -265,14 +265,14 @@ def _layer(
   dtype: Any,
   implementation: str,
   params: ParamsByRow,
-  call: _Call,
+  arrays: _Arrays,
 ) -> tuple[Array, Array | None, Cache | None]:
   """Computes output (b, t, d), weights (b, h, t, s) and the cache after it.
 
   Compiled once for equal shapes and options, also where the caller does not
   jit.
   """
-  x, y, z, scores, gates, cache, valid = call
+  x, y, z, scores, gates, cache, valid = arrays
   project = Project(config.table, params, dtype)
   if cache is None:
     y = x if y is None else y

@@ -183,6 +183,36 @@ class RowsTest(parameterized.TestCase):
       assert_close(got, wanted, FLOAT32)
       self.assert_rows(got[:2])
 
+  @parameterized.parameters(
+    (('data',),),
+    ((None, 'data'),),
+    (('model', 'data'),),
+    ((None, ('data', 'model')),),
+  )
+  def test_several_batch_dimensions(self, spec):
+    """Whichever of them is sharded: the output is sharded like the input."""
+    mesh = jax.make_mesh((2, 2), ('data', 'model'))
+    sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    config = CONFIGS['gqa']
+    params = init_table(config.table, jax.random.key(0))
+    x = jnp.asarray(normal(0, 4, 4, 3, 16).astype(np.float32))
+    mask = booleans(1, 4, 4, 1, 3, 3) | np.eye(3, dtype=bool)
+    at = np.arange(48).reshape(4, 4, 3)
+
+    @jax.jit
+    def run(params, x, mask, at):
+      return apply(
+        config, params, x, mask=mask, input_positions=at, return_weights=True
+      )
+
+    wanted = run(params, x, mask, at)
+    params = jax.device_put(params, everywhere)
+    got = run(params, *jax.device_put((x, mask, at), sharding))
+    assert_close(got, wanted, FLOAT32)
+    for array in got:
+      self.assertTrue(array.sharding.is_equivalent_to(sharding, array.ndim))
+
   def test_generate(self):
     """A whole model continues prompts of several devices."""
     model = DecoderLM(DecoderConfig(vocab_size=11, max_len=16, num_heads=4))

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from absl.testing import parameterized
 from compiling import count_compilations
+from flax import nnx
 from jax import export
 from oracles import assert_close, booleans, normal
 
 import mha_jax
+import mha_jax.nnx as mha_nnx
 from mha_jax import linen
 from mha_jax.attention import (
   GroupedConfig,
@@ -25,6 +27,7 @@ from mha_jax.attention import (
   constants,
   init_cache,
   init_table,
+  keys_values,
   masks,
   multihead_attention,
 )
@@ -52,14 +55,45 @@ class OnceTest(parameterized.TestCase):
       f(other, q, q)
     self.assertEqual(count(), 0)
 
-  def test_cached_step(self):
-    config = GroupedConfig(15, 3)
+  @parameterized.product(
+    implementation=['exact', 'blockwise'], kept=[None, 'capacity', 'window']
+  )
+  def test_second_call_of_a_layer(self, implementation, kept):
+    """The pure function and both front ends, cached or not."""
+    config = GroupedConfig(15, 3, head_dim=6, rope=Rope())
     params = init_table(config.table, jax.random.key(0))
-    cache, x = init_cache(config, 2, 13), tensor(0, 2, 1, 15)
-    step = functools.partial(apply, config, params, mask=masks.causal())
-    _, cache = step(x, cache=cache)
+    module = linen.Attention(config, implementation=implementation)
+    other = mha_nnx.Attention(
+      config, implementation=implementation, rngs=nnx.Rngs(0)
+    )
+    layers = (
+      functools.partial(apply, config, params, implementation=implementation),
+      functools.partial(module.apply, {'params': params}),
+      other,
+    )
+    cache = None if kept is None else init_cache(config, 2, **{kept: 13})
+    steps = (tensor(0, 2, 3, 15), tensor(1, 2, 1, 15), tensor(2, 2, 1, 15))
+    for layer in layers:
+      after = cache
+      for x in steps[:2]:
+        out = layer(x, mask=masks.causal(), cache=after)
+        after = None if kept is None else out[1]
+      with count_compilations() as count:
+        layer(steps[2], mask=masks.causal(), cache=after)
+      self.assertEqual(count(), 0)
+
+  def test_second_projection_of_another_sequence(self):
+    """keys_values, and the cross-attention to what it gives."""
+    config = LatentConfig(15, 3, kv_lora_rank=7)
+    params = init_table(config.table, jax.random.key(0))
+
+    def run(x, y):
+      kept = keys_values(config, params, y)
+      return apply(config, params, x, cache=kept)
+
+    run(tensor(0, 2, 5, 15), tensor(1, 2, 7, 15))
     with count_compilations() as count:
-      step(x, cache=cache)
+      run(tensor(2, 2, 5, 15), tensor(3, 2, 7, 15))
     self.assertEqual(count(), 0)
 
 
