@@ -260,80 +260,64 @@ def _build(
   return build(kind, **options)
 
 
-def attention(
-  query: Any,
-  key: Any,
-  value: Any,
-  *,
-  bias: Any,
-  mask: Any,
-  and_mask: Any,
-  query_positions: Any,
-  dropout_rng: jax.Array | None,
-  dropout_rate: float,
-  deterministic: bool,
-  dtype: Any,
-  precision: Any,
-  module: Any,
-  collection: Any,
-  **options: Any,
-) -> jax.Array:
-  """`attention_fn` of both front ends: (..., t, h, k) -> (..., t, h, v).
+def attention(given: Mapping[str, Any], collection: Any) -> jax.Array:
+  """Computes `attention_fn` of both front ends: (..., t, h, v).
 
   Args:
-    query: (..., t, h, k).
-    key: (..., s, n, k).
-    value: (..., s, n, v).
-    bias: added to the scores, broadcasts to (..., h, t, s).
-    mask: a `Mask`, booleans or Flax's 0/1 numbers.
-    and_mask: the same, joined with mask.
-    query_positions: (..., t) integers for masks; None: 0 .. t-1.
-    dropout_rng: a key for dropout.
-    dropout_rate: in [0, 1).
-    deterministic: whether dropout is off.
-    dtype: the dtype to compute in; None: that of the inputs.
-    precision: see `mha_jax.attention.apply`.
-    module: a module that sows the weights; None: none.
-    collection: where it sows them.
-    **options: further ones of `dot_product_attention`.
+    given: the arguments of `attention_fn` by name: query (..., t, h, k), key
+      (..., s, n, k), value (..., s, n, v), and so on.
+    collection: where the module, if one is given, sows the weights.
+
+  Raises:
+    ValueError: an argument does not fit.
   """
-  q, k, v = (jnp.asarray(x) for x in (query, key, value))
-  dtype = compute_dtype(dtype, q, k, v)
-  dropout_rate = checks.plain(dropout_rate)
-  checks.rate('dropout_rate', dropout_rate)
-  dropout = None
-  if dropout_rate > 0 and not deterministic:
-    if dropout_rng is None:
-      raise ValueError(
-        f'dropout_rng=None with dropout_rate={dropout_rate}; pass a key, or '
-        'deterministic=True'
-      )
-    dropout = Dropout(dropout_rng, dropout_rate)
-  batch, t, s = shapes.batch_of(q, 3), q.shape[-3], k.shape[-3]
-  by_position = isinstance(and_mask, masks.Mask) and and_mask.by_position
-  if by_position and query_positions is None and t == 1 < s:
+  q, k, v = (jnp.asarray(given[x]) for x in ('query', 'key', 'value'))
+  dtype = compute_dtype(given['dtype'], q, k, v)
+  q, k, v = (x.astype(dtype) for x in (q, k, v))
+  dropout = _dropout_of(given)
+  and_mask, positions = given['and_mask'], given['query_positions']
+  t, s = q.shape[-3], k.shape[-3]
+  by_position = isinstance(and_mask, Mask) and and_mask.by_position
+  if by_position and positions is None and t == 1 < s:
     raise ValueError(
       f'and_mask={and_mask} compares positions, which one query for {s} keys '
       '(as in decode=True) leaves open; pass query_positions, or and_mask=None '
       'while decoding'
     )
-  allowed = masks.all_of(
-    *(batch.of_scores('mask', masks.from_numbers(x)) for x in (mask, and_mask))
-  )
-  with matmul_precision(precision):
+  batch = shapes.batch_of(q, 3)
+  both = (masks.from_numbers(x) for x in (given['mask'], and_mask))
+  mask = masks.all_of(*(batch.of_scores('mask', x) for x in both))
+  module = given['module']
+  with matmul_precision(given['precision']):
     out = dot_product_attention(
-      q.astype(dtype),
-      k.astype(dtype),
-      v.astype(dtype),
-      bias,
-      allowed,
-      query_positions=query_positions,
+      q,
+      k,
+      v,
+      given['bias'],
+      mask,
+      is_causal=given.get('is_causal', False),
+      query_positions=positions,
       dropout=dropout,
       return_weights=module is not None,
-      **options,
+      logit_softcap=given['logit_softcap'],
+      implementation=given['implementation'],
     )
   if module is None:
     return out
   out, weights = out
   module.sow(collection, 'attention_weights', weights)
   return out
+
+
+def _dropout_of(given: Mapping[str, Any]) -> Dropout | None:
+  """Makes the dropout that the arguments of `attention_fn` ask for."""
+  rate, key = checks.plain(given['dropout_rate']), given['dropout_rng']
+  checks.rate('dropout_rate', rate)
+  if rate == 0 or given['deterministic']:
+    return None
+  if key is None:
+    raise ValueError(
+      f'dropout_rng=None with dropout_rate={rate}; pass a key, or '
+      'deterministic=True'
+    )
+  return Dropout(key, rate)

@@ -4,6 +4,7 @@ The whole of it, prefill, sampling and caches, is one compiled program for each
 shape of prompts.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from mha_jax.attention import checks
 from mha_jax.attention.caches import Cache
+from mha_jax.attention.notation import ArrayLike
 
 NEGATIVE = -jnp.inf
 
@@ -20,10 +22,10 @@ NEGATIVE = -jnp.inf
 def generate(
   model: Any,
   variables: Any,
-  prompts: Any,
+  prompts: ArrayLike,
   *,
   max_new_tokens: int,
-  lengths: Any = None,
+  lengths: ArrayLike | None = None,
   temperature: float = 0.0,
   top_k: int | None = None,
   top_p: float | None = None,
@@ -33,7 +35,15 @@ def generate(
   capacity: int | None = None,
   cache: Any = None,
 ) -> Any:
-  """Continues prompts.
+  """Continues prompts, all of it in one compiled program.
+
+    tokens, count = generate(
+      model, variables, prompts, lengths=[4, 2], max_new_tokens=8
+    )
+    tokens, count = generate(
+      model, variables, prompts, max_new_tokens=8, temperature=0.8, top_p=0.9,
+      key=jax.random.key(0), stop_tokens=(0,)
+    )
 
   Args:
     model: a module with `init_cache` whose call takes tokens, cache and valid,
@@ -63,6 +73,60 @@ def generate(
     ValueError: prompts and new tokens exceed the capacity or the model's
       positions, or an option does not fit. Before anything is traced.
   """
+  prompts, lengths = _checked_prompts(model, prompts, lengths)
+  temperature, top_p, capacity = map(
+    checks.plain, (temperature, top_p, capacity)
+  )
+  choice = _choice(max_new_tokens, top_k, stop_tokens, pad_token, temperature)
+  _check_sampling(temperature, top_p, key)
+  capacity = _capacity(model, cache, capacity, prompts, lengths, choice)
+  out = _generate(
+    model,
+    variables,
+    prompts,
+    jnp.asarray(lengths),
+    jax.random.key(0) if key is None else key,
+    max(float(temperature), 1e-6),
+    2.0 if top_p in (None, 1) else float(top_p),  # beyond any sum
+    cache,
+    choice=choice,
+    capacity=capacity,
+  )
+  return out if cache is not None else out[:2]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Choice:
+  """How a row goes on, and when it ends: the static part of a call."""
+
+  max_new_tokens: int
+  greedy: bool
+  top_k: int | None
+  stop_tokens: tuple[int, ...]
+  pad_token: int
+
+
+def _choice(
+  max_new_tokens: Any,
+  top_k: Any,
+  stop_tokens: Any,
+  pad_token: Any,
+  temperature: float,
+) -> _Choice:
+  """Makes the static part; a ValueError where an option does not fit."""
+  stops = _whole_tokens('stop_tokens', stop_tokens)
+  (pad,) = _whole_tokens('pad_token', [pad_token])
+  max_new_tokens, top_k = checks.plain(max_new_tokens), checks.plain(top_k)
+  checks.positive('max_new_tokens', max_new_tokens)
+  if top_k is not None:
+    checks.positive('top_k', top_k)
+  return _Choice(max_new_tokens, temperature == 0, top_k, stops, pad)
+
+
+def _checked_prompts(
+  model: Any, prompts: ArrayLike, lengths: ArrayLike | None
+) -> tuple[jax.Array, np.ndarray]:
+  """Makes arrays (b, t) and (b,); a ValueError where they do not fit."""
   prompts = jnp.asarray(prompts)
   if prompts.ndim != 2 or not jnp.issubdtype(prompts.dtype, jnp.integer):
     raise ValueError(
@@ -73,16 +137,9 @@ def generate(
   b, t = prompts.shape
   if 0 in (b, t):
     raise ValueError(f'prompts of shape {prompts.shape} must hold tokens')
-  stop_tokens = _whole_tokens('stop_tokens', stop_tokens)
-  (pad_token,) = _whole_tokens('pad_token', [pad_token])
   lengths = np.full(b, t) if lengths is None else np.asarray(lengths)
-  whole = np.issubdtype(lengths.dtype, np.integer)
-  if (
-    not whole
-    or lengths.shape != (b,)
-    or np.any(lengths < 1)
-    or np.any(lengths > t)
-  ):
+  whole = np.issubdtype(lengths.dtype, np.integer) and lengths.shape == (b,)
+  if not whole or np.any(lengths < 1) or np.any(lengths > t):
     raise ValueError(
       f'lengths={lengths.tolist()} must be {b} numbers from 1 to t={t}'
     )
@@ -90,13 +147,14 @@ def generate(
   if vocab_size is not None and not isinstance(prompts, jax.core.Tracer):
     tokens = np.asarray(prompts)[np.arange(t) < lengths[:, None]]
     checks.known_range('prompts', tokens, 0, vocab_size - 1)
-  max_new_tokens, temperature, top_k, top_p, capacity = map(
-    checks.plain, (max_new_tokens, temperature, top_k, top_p, capacity)
-  )
-  checks.positive('max_new_tokens', max_new_tokens)
+  return prompts, lengths
+
+
+def _check_sampling(
+  temperature: float, top_p: float | None, key: jax.Array | None
+) -> None:
+  """Raises a ValueError unless tokens can be drawn as asked."""
   checks.real('temperature', temperature, 0, 1e6)
-  if top_k is not None:
-    checks.positive('top_k', top_k)
   if top_p is not None:
     checks.real('top_p', top_p, 1e-9, 1)
   if temperature > 0 and key is None:
@@ -104,39 +162,38 @@ def generate(
       f'key=None with temperature={temperature}: pass a random key, or '
       'temperature=0 for the likeliest tokens'
     )
+
+
+def _capacity(
+  model: Any,
+  cache: Any,
+  capacity: int | None,
+  prompts: jax.Array,
+  lengths: np.ndarray,
+  choice: _Choice,
+) -> int | None:
+  """Returns the slots of a cache to be made; None: one is given.
+
+  Raises:
+    ValueError: the tokens do not fit the cache or the model's positions.
+  """
+  (b, t), more = prompts.shape, choice.max_new_tokens - 1
   limit = getattr(model, 'max_positions', None)
   # The last new token is returned and never enters the cache.
-  needed = int(lengths.max()) + max_new_tokens - 1
+  needed = int(lengths.max()) + more
   if cache is None:
     _check_room('capacity', capacity, needed)
-    room = t + max_new_tokens - 1  # one program, whatever the lengths
+    room = t + more  # one program, whatever the lengths
     capacity = capacity or (room if limit is None else min(room, limit))
   else:
     capacity = None
     _check_batch(cache, b)
     for layer in cache:
-      held = np.asarray(layer.lengths) + lengths + max_new_tokens - 1
-      needed = int(held.max())
+      needed = int((np.asarray(layer.lengths) + lengths + more).max())
       if layer.window is None:
         _check_room('capacity of the cache', layer.slots, needed)
   _check_room('max_len of learned positions', limit, needed)
-  out = _generate(
-    model,
-    variables,
-    prompts,
-    jnp.asarray(lengths),
-    jax.random.key(0) if key is None else key,
-    max(float(temperature), 1e-6),
-    2.0 if top_p in (None, 1) else float(top_p),  # beyond any sum
-    cache,
-    max_new_tokens=max_new_tokens,
-    greedy=temperature == 0,
-    top_k=top_k,
-    stop_tokens=stop_tokens,
-    pad_token=pad_token,
-    capacity=capacity,
-  )
-  return out if cache is not None else out[:2]
+  return capacity
 
 
 def _whole_tokens(name: str, tokens: Any) -> tuple[int, ...]:
@@ -181,11 +238,7 @@ def _check_batch(cache: Any, b: int) -> None:
   jax.jit,
   static_argnames=(
     'model',
-    'max_new_tokens',
-    'greedy',
-    'top_k',
-    'stop_tokens',
-    'pad_token',
+    'choice',
     'capacity',
   ),
   donate_argnames=('cache',),
@@ -200,11 +253,7 @@ def _generate(
   top_p: jax.Array,
   cache: Any,
   *,
-  max_new_tokens: int,
-  greedy: bool,
-  top_k: int | None,
-  stop_tokens: tuple[int, ...],
-  pad_token: int,
+  choice: _Choice,
   capacity: int | None,
 ) -> tuple[jax.Array, jax.Array, Any]:
   """Prefill, then a token a step until every row has ended."""
@@ -215,19 +264,19 @@ def _generate(
   logits, cache = model.apply(variables, prompts, cache=cache, valid=valid)
   last = jnp.take_along_axis(logits, (lengths - 1)[:, None, None], axis=1)[:, 0]
 
-  def choose(i: Any, logits: jax.Array, done: jax.Array) -> Any:
-    """The next token of each row, and which rows have ended."""
+  def next_token(i: Any, logits: jax.Array, done: jax.Array) -> Any:
+    """Chooses the next token of each row; True for rows that have ended."""
     token = jnp.argmax(logits, axis=-1)
-    if not greedy:
-      scores = restrict(logits / temperature, top_k, top_p)
+    if not choice.greedy:
+      scores = restrict(logits / temperature, choice.top_k, top_p)
       token = jax.random.categorical(jax.random.fold_in(key, i), scores)
-    token = jnp.where(done, pad_token, token).astype(prompts.dtype)
-    stops = jnp.asarray(stop_tokens, prompts.dtype)
+    token = jnp.where(done, choice.pad_token, token).astype(prompts.dtype)
+    stops = jnp.asarray(choice.stop_tokens, prompts.dtype)
     return token, done | jnp.isin(token, stops)
 
   def running(state: Any) -> jax.Array:
     i, _, done, *_ = state
-    return (i < max_new_tokens) & ~jnp.all(done)
+    return (i < choice.max_new_tokens) & ~jnp.all(done)
 
   def step(state: Any) -> Any:
     i, token, done, cache, tokens, count = state
@@ -235,11 +284,11 @@ def _generate(
       variables, token[:, None], cache=cache, valid=~done[:, None]
     )
     count = count + ~done
-    token, done = choose(i, logits[:, 0], done)
+    token, done = next_token(i, logits[:, 0], done)
     return i + 1, token, done, cache, tokens.at[:, i].set(token), count
 
-  token, done = choose(0, last, jnp.zeros(b, bool))
-  tokens = jnp.full((b, max_new_tokens), pad_token, prompts.dtype)
+  token, done = next_token(0, last, jnp.zeros(b, bool))
+  tokens = jnp.full((b, choice.max_new_tokens), choice.pad_token, prompts.dtype)
   tokens = tokens.at[:, 0].set(token)
   state = (1, token, done, cache, tokens, jnp.ones(b, jnp.int32))
   *_, cache, tokens, count = jax.lax.while_loop(running, step, state)

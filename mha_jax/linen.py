@@ -171,6 +171,23 @@ class _Shell(nn.Module):
   ) -> Any:
     """Attends from inputs_q to inputs_k, or to a cache.
 
+      layer = mha.GroupedQueryAttention(num_heads=8, num_kv_heads=2, head_dim=8)
+      variables = layer.init(key, x)
+      y = layer.apply(variables, x, mask=masks.causal())
+      y = layer.apply(variables, x, other)  # another sequence
+      cache = layer.init_cache(batch_size=2, capacity=32)
+      y, cache = layer.apply(variables, x, mask=masks.causal(), cache=cache)
+
+    In a module of yours call it as it is: `y = layer(x, mask=masks.causal())`.
+
+    The weights are seen by `layer.apply(variables, x, sow_weights=True,
+    mutable='intermediates')`, which returns them beside the output.
+
+    With a cache, inputs_q continue what it holds. A causal mask still has to be
+    given, and any split of a sequence into calls gives what one call gives.
+    Rows may have different lengths, see valid. A cache of `keys_values` stands
+    in the place of inputs_k.
+
     Args:
       inputs_q: (..., t, d).
       inputs_k: (..., s, d'); None: inputs_q, self-attention.
@@ -198,11 +215,7 @@ class _Shell(nn.Module):
       ValueError: inputs or options do not fit.
     """
     flax_arguments.refuse(inputs_kv=inputs_kv)
-    y, z = inputs_k, inputs_v
-    if isinstance(cache, StaticCache):
-      y = self._as_stored(inputs_q, 'key_down', 'key')
-      z = self._as_stored(y, 'value')
-    config = self.config_for(inputs_q, y, z)
+    config = self._config(inputs_q, inputs_k, inputs_v, cache)
     out = apply(
       config,
       self._params(config),
@@ -222,11 +235,24 @@ class _Shell(nn.Module):
       return_weights=sow_weights,
       implementation=self.implementation,
     )
-    out, after = (out, None) if cache is None else out
-    if sow_weights:
-      out, weights = out
-      self.sow('intermediates', 'attention_weights', weights)
+    if not sow_weights:
+      return out
+    (out, weights), after = (out, None) if cache is None else out
+    self.sow('intermediates', 'attention_weights', weights)
     return out if cache is None else (out, after)
+
+  def _config(
+    self,
+    inputs_q: ArrayLike,
+    inputs_k: ArrayLike | None,
+    inputs_v: ArrayLike | None,
+    cache: Cache | None,
+  ) -> AttentionConfig:
+    """Makes the config; a static cache stands for inputs that are not here."""
+    if isinstance(cache, StaticCache):
+      inputs_k = self._as_stored(inputs_q, 'key_down', 'key')
+      inputs_v = self._as_stored(inputs_k, 'value')
+    return self.config_for(inputs_q, inputs_k, inputs_v)
 
   def keys_values(
     self,
@@ -621,26 +647,6 @@ def attention_fn(
   Returns:
     (..., t, h, v).
   """
-  flax_arguments.refuse(
-    einsum_dot_general=einsum_dot_general,
-    qk_attn_weights_einsum=qk_attn_weights_einsum,
-    attn_weights_value_einsum=attn_weights_value_einsum,
-  )
-  return flax_arguments.attention(
-    query,
-    key,
-    value,
-    bias=bias,
-    mask=mask,
-    and_mask=and_mask,
-    query_positions=query_positions,
-    dropout_rng=dropout_rng,
-    dropout_rate=dropout_rate,
-    deterministic=deterministic,
-    dtype=dtype,
-    precision=precision,
-    module=module,
-    collection='intermediates',
-    logit_softcap=logit_softcap,
-    implementation=implementation,
-  )
+  given = dict(locals())
+  flax_arguments.refuse_given(given)
+  return flax_arguments.attention(given, 'intermediates')

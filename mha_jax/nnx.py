@@ -250,6 +250,27 @@ class Attention(nnx.Module):
   ) -> Any:
     """Attends from inputs_q to inputs_k, or to a cache.
 
+      layer = mha.GroupedQueryAttention(
+        num_heads=8, in_features=64, num_kv_heads=2, rngs=nnx.Rngs(0)
+      )
+      y = layer(x, mask=masks.causal())
+      y = layer(x, other)  # another sequence
+      cache = layer.init_cache(batch_size=2, capacity=32)
+      y, cache = layer(x, mask=masks.causal(), cache=cache)
+      kept = layer.keys_values(other)  # projected once
+      y, kept = layer(x, cache=kept)
+
+    With dropout, a call takes its key from `rngs`, or from the stream that the
+    module keeps; `layer.eval()` and `layer.train()` turn it off and on.
+
+    With `sow_weights=True` the weights are found by
+    `nnx.pop(layer, nnx.Intermediate)['attention_weights']`.
+
+    With a cache, inputs_q continue what it holds. A causal mask still has to be
+    given, and any split of a sequence into calls gives what one call gives.
+    Rows may have different lengths, see valid. A cache of `keys_values` stands
+    in the place of inputs_k.
+
     Args:
       inputs_q: (..., t, d).
       inputs_k: (..., s, d'); None: inputs_q, self-attention.
@@ -260,7 +281,9 @@ class Attention(nnx.Module):
       rngs: a stream for dropout; None: the one that the module keeps.
       sow_weights: whether to sow the weights (..., h, t, s), before dropout,
         as 'attention_weights' of type `nnx.Intermediate`.
-      decode: not taken, like out_sharding and qkv_sharding.
+      decode: not taken: keys and values are kept by the caller, see cache.
+      out_sharding: not taken: apply `jax.sharding.reshard` to the output.
+      qkv_sharding: not taken: shard the kernels by kernel_metadata.
       is_causal: whether to join the mask with `masks.causal()`.
       input_positions: (..., t) absolute positions of the queries for RoPE and
         masks; where inputs_k is None of the keys too. None: 0 .. t-1.
@@ -282,12 +305,7 @@ class Attention(nnx.Module):
       out_sharding=out_sharding,
       qkv_sharding=qkv_sharding,
     )
-    mask = masks.from_numbers(mask)
-    if is_causal:
-      mask = masks.all_of(
-        masks.causal(),
-        shapes.Batch(np.shape(inputs_q)[:-2]).of_scores('mask', mask),
-      )
+    mask = self._mask(mask, is_causal, np.shape(inputs_q)[:-2])
     out = apply(
       self.config,
       self._params(),
@@ -307,11 +325,22 @@ class Attention(nnx.Module):
       return_weights=sow_weights,
       implementation=self.implementation,
     )
-    out, after = (out, None) if cache is None else out
-    if sow_weights:
-      out, weights = out
-      self.sow(nnx.Intermediate, 'attention_weights', weights)
+    if not sow_weights:
+      return out
+    (out, weights), after = (out, None) if cache is None else out
+    self.sow(nnx.Intermediate, 'attention_weights', weights)
     return out if cache is None else (out, after)
+
+  def _mask(
+    self, mask: Mask | ArrayLike | None, is_causal: bool, batch: tuple[int, ...]
+  ) -> Mask | ArrayLike | None:
+    """Joins a mask, which may be Flax's numbers, with the causal one."""
+    mask = masks.from_numbers(mask)
+    if not is_causal:
+      return mask
+    return masks.all_of(
+      masks.causal(), shapes.Batch(batch).of_scores('mask', mask)
+    )
 
   def keys_values(
     self,
@@ -403,6 +432,13 @@ class Attention(nnx.Module):
 
 SHARED = tuple(inspect.signature(Attention.__init__).parameters)[2:]
 """The arguments of `Attention`, but its config."""
+SAME = {
+  'attention_fn': (nnx.dot_product_attention,),
+  'qkv_promote_dtype': (dtypes.promote_dtype,),
+  'out_promote_dtype': (dtypes.promote_dtype,),
+  'ln_promote_dtype': (dtypes.promote_dtype,),
+}
+"""Values of arguments that are not taken which mean the default."""
 
 
 class GroupedQueryAttention(Attention):
@@ -480,22 +516,16 @@ class GroupedQueryAttention(Attention):
     implementation: str = 'auto',
   ):
     given = dict(locals())
-    promote = (dtypes.promote_dtype,)
-    same = dict.fromkeys(
-      ('qkv_promote_dtype', 'out_promote_dtype', 'ln_promote_dtype'), promote
+    flax_arguments.refuse_given(given, SAME)
+    config = flax_arguments.grouped_config(
+      self.kind, given, (in_features, in_kv_features, None)
     )
-    flax_arguments.refuse_given(
-      given, {**same, 'attention_fn': (nnx.dot_product_attention,)}
-    )
-    widths = in_features, in_kv_features, None
-    super().__init__(
-      flax_arguments.grouped_config(self.kind, given, widths),
-      scale_metadata={
-        'query_ln': query_ln_scale_metadata,
-        'key_ln': key_ln_scale_metadata,
-      },
-      **{name: given[name] for name in SHARED if name in given},
-    )
+    norms = {
+      'query_ln': query_ln_scale_metadata,
+      'key_ln': key_ln_scale_metadata,
+    }
+    shared = {name: given[name] for name in SHARED if name in given}
+    super().__init__(config, scale_metadata=norms, **shared)
 
 
 class MultiHeadAttention(GroupedQueryAttention):
@@ -605,25 +635,7 @@ def attention_fn(
   Returns:
     (..., t, h, v).
   """
-  flax_arguments.refuse(
-    {'promote_dtype': (dtypes.promote_dtype,)}, promote_dtype=promote_dtype
-  )
-  return flax_arguments.attention(
-    query,
-    key,
-    value,
-    bias=bias,
-    mask=mask,
-    and_mask=and_mask,
-    query_positions=query_positions,
-    dropout_rng=dropout_rng,
-    dropout_rate=dropout_rate,
-    deterministic=deterministic,
-    dtype=dtype,
-    precision=precision,
-    module=module,
-    collection=nnx.Intermediate,
-    is_causal=is_causal,
-    logit_softcap=logit_softcap,
-    implementation=implementation,
-  )
+  given = dict(locals())
+  same = {'promote_dtype': (dtypes.promote_dtype,)}
+  flax_arguments.refuse_given(given, same)
+  return flax_arguments.attention(given, nnx.Intermediate)

@@ -143,8 +143,8 @@ class KVCache(Cache):
     write = fits if valid is None else fits & valid
     slots = jnp.where(write, self.positions(t, valid), self.slots)
     entries = _write(self.entries, new, slots)
-    at = jnp.arange(self.slots)[None, :]
-    view = View(entries, at, at < lengths[:, None])
+    positions = jnp.arange(self.slots)[None, :]
+    view = View(entries, positions, positions < lengths[:, None])
     return dataclasses.replace(self, entries=entries, lengths=lengths), view
 
 
@@ -182,10 +182,10 @@ class WindowCache(Cache):
     entries = _write(self.entries, new, slots)
     after = dataclasses.replace(self, entries=entries, lengths=lengths)
     if t == 1:
-      at = self.held(lengths)
-      return after, View(entries, at, at >= 0)
+      held = self.held(lengths)
+      return after, View(entries, held, held >= 0)
     # A chunk's first queries see what its last ones overwrite.
-    at = self.held(self.lengths)
+    held = self.held(self.lengths)
     past, new = rows_alike((self.entries, new))
     both = tuple(
       jnp.concatenate([old, x.astype(old.dtype)], axis=2)
@@ -194,8 +194,8 @@ class WindowCache(Cache):
     fresh = jnp.ones(positions.shape, bool) if valid is None else valid
     return after, View(
       both,
-      jnp.concatenate([at, positions], axis=1),
-      jnp.concatenate([at >= 0, fresh], axis=1),
+      jnp.concatenate([held, positions], axis=1),
+      jnp.concatenate([held >= 0, fresh], axis=1),
     )
 
 
@@ -213,8 +213,9 @@ class StaticCache(Cache):
 
   def view(self) -> View:
     slots = jnp.arange(self.slots)[None, :]
-    at = slots if self.given_positions is None else self.given_positions
-    return View(self.entries, at, slots < self.lengths[:, None])
+    given = self.given_positions
+    positions = slots if given is None else given
+    return View(self.entries, positions, slots < self.lengths[:, None])
 
 
 def init_cache(
@@ -319,9 +320,9 @@ def _write(entries: Entries, new: Entries, slots: Array) -> Entries:
     new = tuple(jnp.concatenate([x, x], axis=2) for x in new)
   entries, new, slots = rows_alike((entries, new, slots))
 
-  def row(old: Array, x: Array, at: Array) -> Array:
-    return old.at[:, at].set(x.astype(old.dtype), mode='drop')
+  def of_row(old: Array, x: Array, slots: Array) -> Array:
+    return old.at[:, slots].set(x.astype(old.dtype), mode='drop')
 
   return tuple(
-    jax.vmap(row)(old, x, slots) for old, x in zip(entries, new, strict=True)
+    jax.vmap(of_row)(old, x, slots) for old, x in zip(entries, new, strict=True)
   )

@@ -10,7 +10,7 @@ from mha_jax.attention.masks import Mask
 from mha_jax.attention.notation import Array, ArrayLike
 from mha_jax.attention.one_head.dropout import Dropout
 
-IMPLEMENTATIONS = {'xla': 'exact'}
+IMPLEMENTATIONS: dict[str | None, str] = {None: 'auto', 'xla': 'exact'}
 """Our implementations for the names of `jax.nn`; any other is one of ours."""
 
 
@@ -73,8 +73,8 @@ def dot_product_attention(
   bias: ArrayLike | None = None,
   mask: Mask | ArrayLike | None = None,
   *,
-  return_weights: bool,
-  return_residual: bool,
+  return_weights: bool = False,
+  return_residual: bool = False,
   **options: Unpack[DotProductOptions],
 ) -> Any: ...
 
@@ -101,8 +101,22 @@ def dot_product_attention(
 ) -> Any:
   """Attends with h query heads to n key/value heads, heads last but one.
 
-  A drop-in for `jax.nn.dot_product_attention`, with our contracts: a query that
-  may attend to nothing gets zeros, scores are float32 at least.
+  A drop-in for `jax.nn.dot_product_attention`: the same signature and layout,
+  with our contracts. A query that may attend to nothing gets zeros, scores are
+  float32 at least, and long sequences go by blocks of keys.
+
+    from mha_jax import dot_product_attention
+
+    out = dot_product_attention(query, key, value, is_causal=True)
+    out, weights = dot_product_attention(
+      query, key, value, mask=masks.window(255, 0), return_weights=True
+    )
+
+  It differs from `jax.nn` in this: `implementation` also takes our names,
+  values may be of another width, dropout and weights are there, and the
+  residual has a gradient. On GPUs and TPUs 'auto' takes the fused kernels that
+  JAX ships for the calls in which they keep these contracts; a name that cannot
+  serve a call raises, and says why.
 
   Args:
     query: (..., t, h, k); leading dimensions are batch dimensions.
@@ -135,13 +149,7 @@ def dot_product_attention(
   Raises:
     ValueError: shapes do not fit, or an option is unknown.
   """
-  q, k, v = (jnp.asarray(x) for x in (query, key, value))
-  for name, x in (('query', q), ('key', k), ('value', v)):
-    if x.ndim < 3 or x.shape[:-3] != q.shape[:-3]:
-      raise ValueError(
-        f'{name} of shape {x.shape} must be (..., length, heads, features) '
-        f"with the query's batch dimensions {q.shape[:-3]}"
-      )
+  q, k, v = _arrays(query=query, key=key, value=value)
   batch, t, s = shapes.batch_of(q, 3), q.shape[-3], k.shape[-3]
   lengths = (key_value_seq_lengths, query_seq_lengths)
   mask = masks.all_of(
@@ -150,6 +158,7 @@ def dot_product_attention(
     masks.lengths(*lengths) if any(x is not None for x in lengths) else None,
     _window(local_window_size),
   )
+  ours = IMPLEMENTATIONS.get(implementation) or str(implementation)
   out = heads.multihead_attention(
     *(jnp.swapaxes(batch.merge(x), 1, 2) for x in (q, k, v)),
     mask=mask,
@@ -161,9 +170,7 @@ def dot_product_attention(
     dropout=dropout,
     return_weights=return_weights,
     return_residual=return_residual,
-    implementation='auto'
-    if implementation is None
-    else IMPLEMENTATIONS.get(implementation, implementation),
+    implementation=ours,
   )
   o, *more = out if return_weights or return_residual else (out,)
   more = [batch.split(x) for x in more]
@@ -171,6 +178,19 @@ def dot_product_attention(
     more[-1] = jnp.swapaxes(more[-1], -1, -2)
   o = batch.split(jnp.swapaxes(o, 1, 2))
   return (o, *more) if more else o
+
+
+def _arrays(**inputs: ArrayLike) -> list[Array]:
+  """Makes arrays of the inputs; a ValueError unless their batches agree."""
+  arrays = {name: jnp.asarray(x) for name, x in inputs.items()}
+  batch = arrays['query'].shape[:-3]
+  for name, x in arrays.items():
+    if x.ndim < 3 or x.shape[:-3] != batch:
+      raise ValueError(
+        f'{name} of shape {x.shape} must be (..., length, heads, features) '
+        f"with the query's batch dimensions {batch}"
+      )
+  return [*arrays.values()]
 
 
 def _window(size: int | tuple[int, int] | None) -> Mask | None:

@@ -88,8 +88,8 @@ def multihead_attention(
   k_BNSK: ArrayLike | tuple[ArrayLike, ...],
   v_BNSV: ArrayLike,
   *,
-  return_weights: bool,
-  return_residual: bool,
+  return_weights: bool = False,
+  return_residual: bool = False,
   **options: Unpack[HeadsOptions],
 ) -> Any: ...
 

@@ -123,6 +123,17 @@ def apply(
 ) -> Any:
   """Attends with a layer and its projections: (..., t, d) -> (..., t, d).
 
+  The same function serves self-attention, cross-attention and decoding:
+
+    params = init_table(config.table, key)
+    y = apply(config, params, x, mask=masks.causal())
+    y = apply(config, params, x, other)  # attends to another sequence
+    cache = init_cache(config, batch_size=2, capacity=32)
+    y, cache = apply(config, params, x[:, :7], cache=cache)
+    y, cache = apply(config, params, x[:, 7:8], cache=cache)
+    kept = keys_values(config, params, other)  # projected once
+    y, kept = apply(config, params, x, cache=kept)
+
   Args:
     config: an `AttentionConfig`, the shape of the attention.
     params: `{name: {'kernel': ..., 'bias': ...}}` for every row of the table.
@@ -157,42 +168,23 @@ def apply(
   Raises:
     ValueError: inputs, params or options do not fit the config.
   """
-  layer_inputs.check_sources(config, inputs_q, inputs_k, inputs_v)
-  layer_inputs.check_positions(
-    config, inputs_k, input_positions, key_positions, cache
-  )
   check_name(implementation)
-  params = as_params(config.table, params)
-  static = isinstance(cache, StaticCache)
-  x, y, z = layer_inputs.arrays(
-    config, inputs_q, inputs_k, inputs_v, keys_too=not static
-  )
-  batch, h, t = shapes.batch_of(x, 2), config.num_heads, x.shape[-2]
-  s = x.shape[-2] if y is None else y.shape[-2]
-  if cache is not None:
-    check_cache(config, cache, batch.rows)
-    s = cache.slots
-  elif inputs_k is None and key_positions is None:
-    key_positions = input_positions
-  dtype = compute_dtype(
-    dtype, *(a for a in (x, y, z) if a is not None), *jax.tree.leaves(params)
-  )
-  scores = checked_scores(
-    (batch.rows, h, t, s),
+  batch, dtype, params, arrays = _checked(
+    config,
+    params,
+    (inputs_q, inputs_k, inputs_v),
+    input_positions,
+    key_positions,
     dtype,
-    mask=batch.of_scores('mask', mask),
-    bias=batch.of_scores('bias', bias),
-    query_positions=batch.of_tokens('input_positions', input_positions, t),
-    key_positions=batch.of_tokens('key_positions', key_positions, s),
+    cache,
+    valid,
+    head_gates,
+    mask=mask,
+    bias=bias,
     dropout=dropout,
     return_weights=return_weights,
   )
-  valid = layer_inputs.valid_of_call(cache, valid, batch, t, inputs_k, scores)
-  gates = None if head_gates is None else layer_inputs.gates(head_gates, h)
-  x = batch.merge(x)
-  y, z = (None if a is None else batch.merge(a) for a in (y, z))
   with matmul_precision(precision), heads.forward_mode_refused():
-    arrays = _Arrays(x, y, z, scores, gates, cache, valid)
     out, weights, after = _layer(config, dtype, implementation, params, arrays)
   result: Any = batch.split(out)
   if weights is not None:
@@ -259,6 +251,60 @@ class _Arrays(NamedTuple):
   valid: Array | None  # (b, t)
 
 
+def _checked(
+  config: AttentionConfig,
+  params: ParamsByRow,
+  inputs: tuple[ArrayLike, ArrayLike | None, ArrayLike | None],
+  input_positions: ArrayLike | None,
+  key_positions: ArrayLike | None,
+  dtype: DTypeLike | None,
+  cache: Cache | None,
+  valid: ArrayLike | None,
+  head_gates: ArrayLike | None,
+  *,
+  mask: Mask | ArrayLike | None,
+  bias: ArrayLike | None,
+  dropout: Dropout | None,
+  return_weights: bool,
+) -> tuple[shapes.Batch, DTypeLike, ParamsByRow, _Arrays]:
+  """Makes the batch, the dtype and all arrays of the arguments of `apply`.
+
+  Raises:
+    ValueError: they do not fit.
+  """
+  layer_inputs.check_sources(config, *inputs)
+  layer_inputs.check_positions(
+    config, inputs[1], input_positions, key_positions, cache
+  )
+  params = as_params(config.table, params)
+  static = isinstance(cache, StaticCache)
+  x, y, z = layer_inputs.arrays(config, *inputs, keys_too=not static)
+  batch, h, t = shapes.batch_of(x, 2), config.num_heads, x.shape[-2]
+  s = x.shape[-2] if y is None else y.shape[-2]
+  if cache is not None:
+    check_cache(config, cache, batch.rows)
+    s = cache.slots
+  elif y is None and key_positions is None:
+    key_positions = input_positions
+  given = [a for a in (x, y, z) if a is not None]
+  dtype = compute_dtype(dtype, *given, *jax.tree.leaves(params))
+  scores = checked_scores(
+    (batch.rows, h, t, s),
+    dtype,
+    mask=batch.of_scores('mask', mask),
+    bias=batch.of_scores('bias', bias),
+    query_positions=batch.of_tokens('input_positions', input_positions, t),
+    key_positions=batch.of_tokens('key_positions', key_positions, s),
+    dropout=dropout,
+    return_weights=return_weights,
+  )
+  valid = layer_inputs.valid_of_call(cache, valid, batch, t, inputs[1], scores)
+  gates = None if head_gates is None else layer_inputs.gates(head_gates, h)
+  y, z = (None if a is None else batch.merge(a) for a in (y, z))
+  arrays = _Arrays(batch.merge(x), y, z, scores, gates, cache, valid)
+  return batch, dtype, params, arrays
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _layer(
   config: AttentionConfig,
@@ -319,12 +365,13 @@ def _extended(
   A static cache, of cross-attention, stays as it is.
   """
   if isinstance(cache, StaticCache):
-    view, at = cache.view(), _of_rows(scores.query_positions)
+    view, positions = cache.view(), _of_rows(scores.query_positions)
   else:
-    at = cache.positions(x.shape[1], valid)
-    cache, view = cache.extend(config.entries(project, x, x, at), valid)
-    scores = dataclasses.replace(scores, query_positions=at[:, None])
-  q = config.queries(project, x, at)
+    positions = cache.positions(x.shape[1], valid)
+    new = config.entries(project, x, x, positions)
+    cache, view = cache.extend(new, valid)
+    scores = dataclasses.replace(scores, query_positions=positions[:, None])
+  q = config.queries(project, x, positions)
   mask = masks.all_of(
     scores.mask,
     masks.dense(view.usable[:, None, None, :]),

@@ -91,8 +91,8 @@ def attend(
   k: ArrayLike | tuple[ArrayLike, ...],
   v: ArrayLike,
   *,
-  return_weights: bool,
-  return_residual: bool,
+  return_weights: bool = False,
+  return_residual: bool = False,
   **options: Unpack[ScoresOptions],
 ) -> Any: ...
 
