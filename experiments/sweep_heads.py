@@ -89,13 +89,13 @@ def parse() -> Settings:
   model = config.model
   title = f'{config.name}, {model.attention}, d_model = {model.d_model}'
   if STUDY.value:
-    sweeps = study(config)
+    chosen = study(config)
   else:
-    sweeps = (make_sweep(title, '', config, EQUAL_PARAMS.value),)
+    chosen = (make_sweep(title, '', config, EQUAL_PARAMS.value),)
   workdir = folders.named(f'sweep_heads-{config.name}')
   asked = folders.asked(config, free=READINGS)
   record.check_same_config(workdir, asked)
-  return Settings(sweeps, THRESHOLD.value, title, workdir, asked)
+  return Settings(chosen, THRESHOLD.value, title, workdir, asked)
 
 
 def make_sweep(
@@ -117,12 +117,14 @@ def make_sweep(
   for x in experiments:
     h, size = x.model.num_heads, x.model.attention_config.qk_head_dim
     labels = {'n_heads': h, 'head_dim': size}
-    points.append(Point(x, seeds, f'{label} {h:>2} heads', labels))
+    name = f'{label} {h:>2} head{"s" * (h > 1)}'
+    points.append(Point(x, seeds, name, labels))
   return Sweep(panel, label, tuple(points))
 
 
 def _experiment(config: ConfigDict, num_heads: int) -> train.Experiment:
   """The experiment with a number of heads; an error names the flag."""
+  config = config.copy_and_resolve_references()
   config.model.num_heads = num_heads
   try:
     return settings.experiment_from(config)

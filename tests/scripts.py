@@ -103,8 +103,8 @@ def start(
     into_one: whether standard error goes where standard output goes.
     quick: whether to compile as tests do, not as users.
   """
-  flags = os.environ.get('XLA_FLAGS', '').removesuffix(compiling.QUICK)
-  environment = os.environ | {'XLA_FLAGS': flags}
+  xla_flags = os.environ.get('XLA_FLAGS', '').removesuffix(compiling.QUICK)
+  environment = os.environ | {'XLA_FLAGS': xla_flags}
   if quick:
     environment |= {'XLA_FLAGS': compiling.QUICK}
     environment |= {'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'}

@@ -23,7 +23,7 @@ def sweep_heads(
   """Loss curves and steps to the threshold, by head count.
 
   Args:
-    rows: finished points, see `experiments.points.train_seeds`.
+    rows: finished points, see `experiments.harness.points.train_point`.
     summaries: of the same points, see `experiments.reports.summarise`.
     threshold: the loss (nats) that speed is measured to.
     title: what was trained.

@@ -17,14 +17,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
 from experiments.harness import folders, settings
 from mha_jax.training import environment, record, train
-from mha_jax.training.progress import ProgressBar
 from mha_jax.training.record import Row
+from mha_jax.training.seeds import train_seeds
 from mha_jax.training.signals import StopRequest, stop_on_signal
 
 SEEDS = flags.DEFINE_integer(
@@ -90,7 +89,7 @@ def train_points(
   Returns:
     The rows in order of the points; and the signal that stopped it early, in
     which case the rows are those finished so far. A row has the point's labels,
-    its key, seeds, config and status; 'finished' ones what `train_seeds`
+    its key, seeds, config and status; 'finished' ones what `train_point`
     returns, 'failed' ones the error.
   """
   path = workdir / 'results.jsonl'
@@ -163,7 +162,7 @@ def measure(point: Point, request: StopRequest) -> Row | None:
   head['config'] = record.as_json(point.experiment)
   head['options'] = environment.options()
   try:
-    numbers = train_seeds(point, request)
+    numbers = train_point(point, request)
   except Exception as error:  # whatever it is, the other points go on
     first = str(error).strip().splitlines()[:1]
     text = f'{type(error).__name__}: {"".join(first)}'
@@ -173,8 +172,8 @@ def measure(point: Point, request: StopRequest) -> Row | None:
   return head | {'status': 'finished'} | numbers
 
 
-def train_seeds(point: Point, request: StopRequest) -> Row | None:
-  """Trains all seeds in one program; numbers lead with the seed.
+def train_point(point: Point, request: StopRequest) -> Row | None:
+  """Trains all seeds of a point; numbers lead with the seed.
 
   Returns:
     params (count), steps_per_s (all seeds together take such a step),
@@ -185,55 +184,18 @@ def train_seeds(point: Point, request: StopRequest) -> Row | None:
   Raises:
     FloatingPointError: a loss is not finite.
   """
-  experiment, config = point.experiment, point.experiment.train
-  keys = jax.vmap(jax.random.key)(jnp.asarray(point.seeds))
-  init = functools.partial(train.init, experiment)
-  state = jax.jit(jax.vmap(init))(keys)
-  history: list[Any] = []
-  step = 0
-  with ProgressBar(point.name, config.steps) as bar:
-    while step < config.steps:
-      num_steps = min(config.steps_per_dispatch, config.steps - step)
-      state, metrics = _advance(experiment, num_steps, keys, state)
-      # Reading what a failed computation left would hang; waiting raises.
-      history.append(jax.device_get(jax.block_until_ready(metrics)))
-      step += num_steps
-      latest = {name: history[-1][name] for name in ('loss', 'accuracy')}
-      if not np.all(np.isfinite(latest['loss'])):
-        raise FloatingPointError(f'the loss is not finite before step {step}')
-      bar.update(step, {k: float(np.median(x)) for k, x in latest.items()})
-      if request.signal is not None and step < config.steps:
-        return None
-  evaluate = functools.partial(train.evaluate, experiment)
-  final = jax.jit(jax.vmap(evaluate))(keys, state.params)
-  final = jax.block_until_ready(final)
-  if not np.all(np.isfinite(final['eval_loss'])):
-    raise FloatingPointError('the loss is not finite at the end')
-  curves = {
-    name: np.concatenate([chunk[name] for chunk in history], axis=1)
-    for name in ('loss', 'accuracy')
-  }
-  sizes = [leaf.size for leaf in jax.tree.leaves(state.params)]
+  outcome = train_seeds(point.experiment, point.seeds, request, point.name)
+  if outcome is None:
+    return None
+  sizes = [leaf.size for leaf in jax.tree.leaves(outcome.params)]
   return {
     'params': sum(sizes) // len(point.seeds),
-    'steps_per_s': bar.steps_per_second,
-    'final_loss': _plain(final['eval_loss']),
-    'final_accuracy': _plain(final['eval_accuracy']),
-    'loss': _plain(curves['loss']),
-    'accuracy': _plain(curves['accuracy']),
+    'steps_per_s': outcome.steps_per_second,
+    'final_loss': _plain(outcome.final['eval_loss']),
+    'final_accuracy': _plain(outcome.final['eval_accuracy']),
+    'loss': _plain(outcome.history['loss']),
+    'accuracy': _plain(outcome.history['accuracy']),
   }
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
-def _advance(
-  experiment: train.Experiment,
-  num_steps: int,
-  keys: jax.Array,
-  state: train.TrainState,
-) -> tuple[train.TrainState, train.Metrics]:
-  """`train.advance` of every seed."""
-  advance = functools.partial(train.advance, experiment, num_steps)
-  return jax.vmap(advance)(keys, state)
 
 
 def _plain(array: Any) -> Any:

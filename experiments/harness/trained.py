@@ -1,8 +1,6 @@
 """Trained models to look into: of a recorded run, or trained first."""
 
-import contextlib
 import dataclasses
-import functools
 import pathlib
 import signal
 import sys
@@ -16,8 +14,7 @@ from experiments.harness import settings
 from experiments.reports import head_counts
 from mha_jax.tasks import Batch
 from mha_jax.training import record, run, train
-from mha_jax.training.checkpoints import Checkpoints
-from mha_jax.training.record import RecordError
+from mha_jax.training.loading import newest_state
 
 RUN = flags.DEFINE_string(
   'run', None, 'folder of a run of experiments.train; default: train the config'
@@ -82,13 +79,7 @@ def load(workdir: pathlib.Path) -> Model:
     RecordError: it holds no sound checkpoint, or one of another model.
   """
   experiment = settings.recorded_experiment(workdir)
-  if not (workdir / 'checkpoints').is_dir():
-    raise RecordError(f'{workdir} holds no checkpoint; train the model first')
-  init = functools.partial(train.init, experiment)
-  with contextlib.closing(Checkpoints(workdir)) as checkpoints:
-    state = checkpoints.restore(jax.eval_shape(init, jax.random.key(0)))
-  if state is None:
-    raise RecordError(f'{workdir} holds no checkpoint; train the model first')
+  state = newest_state(workdir, experiment)
   return Model(experiment, state.params, int(state.step))
 
 
@@ -149,9 +140,10 @@ def fields(model: Model) -> dict[str, Any]:
 
 def described(model: Model) -> str:
   """The model in a line."""
-  config, train = model.experiment.model, model.experiment.train
+  config, length = model.experiment.model, model.experiment.train.steps
+  seed = model.experiment.train.seed
   return (
     f'{model.experiment.task.kind} task, {config.attention}, '
     f'{config.num_layers} layer{"s" * (config.num_layers > 1)}, d_model = '
-    f'{config.d_model}, step {model.step} of {train.steps}, seed {train.seed}'
+    f'{config.d_model}, step {model.step} of {length}, seed {seed}'
   )

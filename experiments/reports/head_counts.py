@@ -26,7 +26,7 @@ def summarise(row: dict[str, Any], threshold: float) -> Summary:
   """One line of the table: medians and ranges over seeds.
 
   Args:
-    row: a finished point, see `points.train_seeds`.
+    row: a finished point, see `points.train_point`.
     threshold: the loss that steps are counted to.
   """
   steps = [steps_to(losses, threshold) for losses in row['loss']]

@@ -47,11 +47,27 @@ def load_model(workdir: str | pathlib.Path) -> tuple[DecoderLM, Any]:
       f'{path} records no run ({type(error).__name__}: {error}); name the '
       'folder of one, as experiments.train leaves it'
     ) from error
-  if not (workdir / 'checkpoints').is_dir():
-    raise RecordError(f'{workdir} holds no checkpoint; train the model first')
-  init = functools.partial(train.init, experiment)
-  with contextlib.closing(Checkpoints(workdir)) as checkpoints:
-    state = checkpoints.restore(jax.eval_shape(init, jax.random.key(0)))
+  state = newest_state(workdir, experiment)
+  return DecoderLM(config), {'params': state.params}
+
+
+def newest_state(
+  workdir: pathlib.Path, experiment: train.Experiment
+) -> train.TrainState:
+  """The state at the newest sound checkpoint of a run.
+
+  Args:
+    workdir: the run's folder.
+    experiment: how it was trained; its task is not asked.
+
+  Raises:
+    RecordError: the folder holds no sound checkpoint, or one of another model.
+  """
+  state = None
+  if (workdir / 'checkpoints').is_dir():
+    init = functools.partial(train.init, experiment)
+    with contextlib.closing(Checkpoints(workdir)) as checkpoints:
+      state = checkpoints.restore(jax.eval_shape(init, jax.random.key(0)))
   if state is None:
     raise RecordError(f'{workdir} holds no checkpoint; train the model first')
-  return DecoderLM(config), {'params': state.params}
+  return state

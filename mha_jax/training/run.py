@@ -1,14 +1,12 @@
 """The loop around a run: record, checkpoint, stop cleanly, resume.
 
-Dispatches end at multiples of steps_per_dispatch and checkpoints lie on their
-ends, so a resumed run makes the same dispatches as one that never stopped and
-gives the same bits.
+Checkpoints lie on the ends of dispatches, so a resumed run makes the same
+dispatches as one that never stopped and gives the same bits.
 """
 
 import contextlib
 import dataclasses
 import functools
-import math
 import pathlib
 import signal
 import sys
@@ -19,6 +17,7 @@ import jax.numpy as jnp
 
 from mha_jax.training import environment, memory, train
 from mha_jax.training.checkpoints import Checkpoints
+from mha_jax.training.dispatches import dispatch_ends, dispatches
 from mha_jax.training.metrics import Recorder
 from mha_jax.training.progress import ProgressBar
 from mha_jax.training.record import check_name, claim, exclusive
@@ -78,7 +77,7 @@ def run(
     if state is None:
       state = jax.block_until_ready(jax.jit(init)(key))
     step = int(state.step)
-    ends = train.dispatch_ends(experiment.train, step)
+    ends = dispatch_ends(experiment.train, step)
     recorder = stack.enter_context(
       contextlib.closing(Recorder(workdir, ends, tensorboard))
     )
@@ -98,34 +97,28 @@ def _loop(
   checkpoints: Checkpoints,
   request: StopRequest,
 ) -> Outcome:
-  config = experiment.train
-  advance = jax.jit(
+  config, step = experiment.train, int(state.step)
+  train_on = jax.jit(
     functools.partial(train.advance, experiment),
     static_argnums=0,
     donate_argnums=2,
   )
   evaluate = jax.jit(functools.partial(train.evaluate, experiment))
-  step = int(state.step)
+
+  def advance(
+    num_steps: int, state: train.TrainState
+  ) -> tuple[train.TrainState, train.Metrics]:
+    state, history = train_on(num_steps, key, state)
+    return state, history | evaluate(key, state.params)
+
   with ProgressBar('train', config.steps, start=step) as bar:
-    while step < config.steps and request.signal is None:
-      num_steps = min(config.steps_per_dispatch, config.steps - step)
-      state, history = advance(num_steps, key, state)
-      evaluation = evaluate(key, state.params)
-      # A number of a computation that failed hangs when it is read; waiting for
-      # it raises the error.
-      history, evaluation = jax.block_until_ready((history, evaluation))
-      step += num_steps
-      metrics = {name: float(jnp.mean(x)) for name, x in history.items()}
-      metrics |= {name: float(x) for name, x in evaluation.items()}
-      if not math.isfinite(metrics['loss']):
-        raise FloatingPointError(
-          f'the loss is not finite in steps {step - num_steps} to {step}; try '
-          'a smaller optimizer.learning_rate'
-        )
+    for dispatch in dispatches(config, step, state, advance, request):
+      step, state = dispatch.end, dispatch.state
+      metrics = {x: float(jnp.mean(y)) for x, y in dispatch.metrics.items()}
       recorder.write(step, metrics)
       bar.update(step, {name: metrics[name] for name in ('loss', 'accuracy')})
       every = config.checkpoint_every
-      if step // every > (step - num_steps) // every:
+      if step // every > dispatch.start // every:
         checkpoints.save(step, state)
   checkpoints.save(step, state)
   stopped_by = request.signal if step < config.steps else None

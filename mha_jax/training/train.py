@@ -131,12 +131,6 @@ class TrainState:
   opt_state: Any
 
 
-def dispatch_ends(config: TrainConfig, step: int) -> list[int]:
-  """The steps at which dispatches end, up to one of them."""
-  size = config.steps_per_dispatch
-  return [min(end, step) for end in range(size, step + size, size)]
-
-
 def make_schedule(experiment: Experiment) -> optax.Schedule:
   """The learning rate by step."""
   config = experiment.optimizer

@@ -57,7 +57,7 @@ class MlaRankTest(parameterized.TestCase):
         'accuracy': [[0.0]] * 3,
       }
 
-    return mock.patch.object(points, 'train_seeds', train)
+    return mock.patch.object(points, 'train_point', train)
 
   def test_numbers(self):
     """Caches, paired differences, and the answer in words."""
@@ -120,14 +120,14 @@ class MlaRankTest(parameterized.TestCase):
 
   def test_trains(self):
     """One model, for real; a failure of another leaves it standing."""
-    train = points.train_seeds
+    train = points.train_point
 
     def some(point, request):
       if point.labels['variant'] == 'MQA':
         return train(point, request)
       raise RuntimeError('out of luck')
 
-    with mock.patch.object(points, 'train_seeds', some):
+    with mock.patch.object(points, 'train_point', some):
       result = self.call()
     self.assertEqual(result.code, 1)
     self.assertIn('MHA, p=0 failed: RuntimeError: out of luck', result.out)

@@ -20,7 +20,7 @@ from configs import copy_task
 from experiments import sweep_heads
 from experiments.harness import points
 from experiments.harness.settings import experiment_from
-from mha_jax.training import train
+from mha_jax.training import seeds, train
 
 STEPS, SEEDS = 10, [3, 4]
 OVERRIDES = (
@@ -39,7 +39,8 @@ FILES = {
   'results.csv',
   'sweep_heads.png',
 }
-train_seeds = points.train_seeds
+train_point = points.train_point
+advance_seeds = seeds._advance
 
 
 def call(workdir: pathlib.Path, *more: str) -> scripts.Result:
@@ -50,7 +51,7 @@ def call(workdir: pathlib.Path, *more: str) -> scripts.Result:
 
 def training(stub):
   """Replaces the training of a point by stub(point, request)."""
-  return mock.patch.object(points, 'train_seeds', stub)
+  return mock.patch.object(points, 'train_point', stub)
 
 
 def counted(trained: list[int]):
@@ -58,7 +59,7 @@ def counted(trained: list[int]):
 
   def train_and_note(point, request):
     trained.append(point.experiment.model.num_heads)
-    return train_seeds(point, request)
+    return train_point(point, request)
 
   return train_and_note
 
@@ -119,7 +120,7 @@ class SweepTest(SweepTestCase):
     for part in ('n_heads', 'head_dim', 'loss < 1.5', 'steps/s', 'More heads'):
       self.assertIn(part, self.first.out)
     self.assertIn(f'recorded in {self.workdir}', self.first.out)
-    for part in (' 1 heads  10/10', ' 4 heads  10/10', 'loss', 'steps/s'):
+    for part in (' 1 head  10/10', ' 4 heads  10/10', 'loss', 'steps/s'):
       self.assertIn(part, self.first.err)
     self.assertEqual({path.name for path in self.workdir.iterdir()}, FILES)
     self.assertEqual(self.first.files, FILES)  # before the first word
@@ -316,19 +317,15 @@ class GoingOnTest(SweepTestCase):
 
     dispatches = []
 
-    def stop(point, request):
+    def advance(experiment, num_steps, keys, state):
       os.kill(os.getpid(), signal.SIGTERM)
-      with mock.patch.object(
-        points, '_advance', side_effect=points._advance
-      ) as advance:
-        row = train_seeds(point, request)
-      dispatches.append(advance.call_count)
-      return row
+      dispatches.append(num_steps)
+      return advance_seeds(experiment, num_steps, keys, state)
 
-    with training(stop):
+    with mock.patch.object(seeds, '_advance', advance):
       result = call(workdir)
     self.assertEqual(result.code, 0)
-    self.assertEqual(dispatches, [1])
+    self.assertEqual(dispatches, [5])
     self.assertEqual(result.out.count('\n'), 1)
     self.assertStartsWith(result.out, 'SIGTERM: stopped; ')
     self.assertIn(str(workdir / 'results.jsonl'), result.out)
@@ -363,7 +360,7 @@ class GoingOnTest(SweepTestCase):
     metrics = {'loss': losses, 'accuracy': np.zeros((2, 5))}
     with (
       mock.patch.object(train, 'init', return_value=jnp.zeros(())),
-      mock.patch.object(points, '_advance', return_value=(None, metrics)),
+      mock.patch.object(seeds, '_advance', return_value=(None, metrics)),
     ):
       result = call(workdir, '--n_heads=2')
     self.assertEqual(result.code, 1)
@@ -398,7 +395,7 @@ class DispatchTest(FolderTestCase):
     with (
       mock.patch.object(train, 'init', return_value=state),
       mock.patch.object(train, 'evaluate', return_value=final),
-      mock.patch.object(points, '_advance', advance),
+      mock.patch.object(seeds, '_advance', advance),
     ):
       workdir = self.folder / 'uneven'
       result = call(workdir, '--n_heads=2', '--config.train.steps=12')

@@ -517,7 +517,7 @@ class PipeTest(parameterized.TestCase):
       into_one=True,
       quick=True,
     )
-    self.assertIn('1 heads', process.stdout.readline())
+    self.assertIn('1 head ', process.stdout.readline())
     process.stdout.close()
     self.assertEqual(process.wait(timeout=300), 0)
     rows = (pathlib.Path(folder) / 'results.jsonl').read_text().splitlines()

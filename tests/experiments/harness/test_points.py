@@ -135,7 +135,7 @@ class RowsTest(parameterized.TestCase):
 
   def train(self, *trained: points.Row) -> list[points.Row]:
     """Trains the point, each time with the next of these numbers."""
-    with mock.patch.object(points, 'train_seeds', side_effect=trained):
+    with mock.patch.object(points, 'train_point', side_effect=trained):
       rows, stopped_by = points.train_points([self.point], self.workdir, {})
     self.assertIsNone(stopped_by)
     return rows

@@ -104,15 +104,15 @@ class ExperimentTest(parameterized.TestCase):
   def test_wrong_values(self, changes, message):
     """JSON that is no experiment: file, field, value."""
     folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
-    text = changes
+    written = changes
     if isinstance(changes, dict):
       config = record.as_json(settings.experiment_from(copy_task.get_config()))
       for name, value in changes.items():
         *sections, field = name.split('.')
         part = config[sections[0]] if sections else config
         part[field] = value
-      text = json.dumps(config)
-    (folder / 'config.json').write_text(text)
+      written = json.dumps(config)
+    (folder / 'config.json').write_text(written)
     with self.assertRaisesRegex(ValueError, message):
       settings.recorded_experiment(folder)
 
