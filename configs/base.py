@@ -1,6 +1,6 @@
 """What the configs of a trained decoder share: model, optimizer, train."""
 
-from ml_collections import ConfigDict, config_dict
+from ml_collections import ConfigDict
 
 
 def get_config() -> ConfigDict:
@@ -12,21 +12,8 @@ def get_config() -> ConfigDict:
       'num_layers': 1,
       'attention': 'mha',
       'num_heads': 4,
-      'num_kv_heads': config_dict.placeholder(int),
-      'head_dim': config_dict.placeholder(int),
-      'v_head_dim': config_dict.placeholder(int),
-      'kv_lora_rank': config_dict.placeholder(int),
-      'q_lora_rank': config_dict.placeholder(int),
-      'qk_nope_head_dim': config_dict.placeholder(int),
-      'qk_rope_head_dim': config_dict.placeholder(int),
       'mlp_dim': 0,
       'positions': 'learned',
-      'rope_theta': 10_000.0,
-      'dropout_rate': 0.0,
-      'use_bias': False,
-      'normalize_qk': config_dict.placeholder(str),
-      'logit_softcap': config_dict.placeholder(float),
-      'dtype': 'float32',
     }
   )
   config.optimizer = ConfigDict(

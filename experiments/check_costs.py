@@ -34,7 +34,7 @@ from experiments.reports import head_counts
 from experiments.suites.case import Run
 from mha_jax.analysis.costs import decoder_shape, hardware, roofline
 from mha_jax.attention import checks
-from mha_jax.decoder import DecoderConfig, DecoderLM
+from mha_jax.decoder import DecoderConfig, DecoderLM, decoder_config
 from mha_jax.training import record
 
 SIZES = ('d_model', 'num_heads', 'num_layers', 'length', 'batch_size', 'rounds')
@@ -80,7 +80,7 @@ def models_of(config: ConfigDict) -> dict[str, DecoderConfig]:
     )
   n = next(x for x in range(max(1, h // 4), 0, -1) if h % x == 0)
   make = functools.partial(
-    DecoderConfig,
+    decoder_config,
     vocab_size=1024,
     max_len=config.length + 1,
     d_model=config.d_model,
@@ -129,7 +129,8 @@ def measure(chosen: Settings) -> tuple[list[dict[str, Any]], str]:
     rows.append(row | {'ratio': measured / step.seconds, 'bound': step.bound})
   words = (
     f'{cpu.flops / 1e9:.0f} GFLOP/s, {cpu.bandwidth / 1e9:.0f} GB/s; d_model = '
-    f'{model.d_model}, {model.num_heads} heads, {model.num_layers} layers, '
+    f'{model.d_model}, {model.layers[0].num_heads} heads, '
+    f'{model.num_layers} layers, '
     f'{length} tokens, batch {batch}, float32'
   )
   return rows, words

@@ -82,7 +82,9 @@ def parse() -> Settings:
   model = points[0].experiment.model
   title = (
     f'{config.name}, {model.num_layers} layers, d_model = {model.d_model}, '
-    f'{model.num_heads} heads' + ', equal parameters' * EQUAL_PARAMS.value
+    f'{model.layers[0].num_heads} heads'
+    + ', equal parameters'
+    * EQUAL_PARAMS.value
   )
   return Settings(points, title, workdir, asked)
 
@@ -98,7 +100,7 @@ def points_of(
   seeds = settings.seeds_from('--seeds', experiments[0].train.seed, SEEDS.value)
   points = []
   for x, (name, p, changes) in zip(experiments, models, strict=True):
-    cache = x.model.attention_config.cache_elements * x.model.num_layers
+    cache = sum(layer.cache_elements for layer in x.model.layers)
     labels = {'variant': name, 'rotary': p, 'cache_elements': cache}
     labels['rank'] = changes.get('kv_lora_rank')
     points.append(Point(x, seeds, f'{name:>16} p={p}', labels))

@@ -156,7 +156,7 @@ def effect(
   """What the loss gains without all heads of a name, and without each."""
   config, params = model.experiment.model, model.params
   own = [row for row in rows if row['name'] == name]
-  gates = [np.ones(x.num_heads) for x in config.attention_configs]
+  gates = [np.ones(x.num_heads) for x in config.layers]
   batch = trained.batch(model, 0, batch_size)
   loss = pruning.loss_with_gates(config, params, batch, gates)
   for row in own:

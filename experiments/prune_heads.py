@@ -138,7 +138,7 @@ def prune(model: trained.Model) -> dict[str, Any]:
   gated = jax.jit(whole.apply)({'params': params}, inputs, head_gates=gates)
   difference: Any = jnp.abs(runs['pruned']() - gated)
   loss = jax.jit(pruning.loss_with_gates, static_argnums=0)
-  none_closed = [jnp.ones(x.num_heads) for x in smaller.attention_configs]
+  none_closed = [jnp.ones(x.num_heads) for x in smaller.layers]
   seconds = timing.interleaved(runs, ROUNDS)
   assert seconds is not None  # nothing asks it to stop
   return {

@@ -115,7 +115,8 @@ def make_sweep(
   seeds = settings.seeds_from('--seeds', experiments[0].train.seed, SEEDS.value)
   points = []
   for x in experiments:
-    h, size = x.model.num_heads, x.model.attention_config.qk_head_dim
+    first = x.model.layers[0]
+    h, size = first.num_heads, first.qk_head_dim
     labels = {'n_heads': h, 'head_dim': size}
     name = f'{label} {h:>2} head{"s" * (h > 1)}'
     points.append(Point(x, seeds, name, labels))

@@ -5,13 +5,13 @@
   x = x + mlp(norm(x))             the MLP only where mlp_dim > 0
   logits = norm(x) W_out
 
-A model of one layer without an MLP is a normal setting. Layers may differ in
-their numbers of heads, as pruning leaves them.
+A model of one layer without an MLP is a normal setting. Each layer has an
+attention of its own, of any variant.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -33,28 +33,10 @@ from mha_jax.attention.checks import as_positions
 from mha_jax.attention.dtypes import wide_dtype
 from mha_jax.generation import generate
 
-__all__ = ['Block', 'DecoderConfig', 'DecoderLM', 'generate']
+__all__ = ['Block', 'DecoderConfig', 'DecoderLM', 'decoder_config', 'generate']
 
 POSITIONS = ('learned', 'rope', 'none')
 DTYPES = ('float32', 'bfloat16', 'float16', 'float64')
-ATTENTION_FIELDS = (
-  'd_model',
-  'num_heads',
-  'num_kv_heads',
-  'head_dim',
-  'v_head_dim',
-  'kv_lora_rank',
-  'q_lora_rank',
-  'qk_nope_head_dim',
-  'qk_rope_head_dim',
-  'use_bias',
-  'normalize_qk',
-  'rope',
-  'logit_softcap',
-)
-"""What of a decoder's config goes into its attention's."""
-BY_LAYER = ('num_heads', 'num_kv_heads')
-"""What may be a tuple of one integer a layer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,27 +46,14 @@ class DecoderConfig:
   Args:
     vocab_size: m, the number of tokens.
     max_len: the longest sequence; only learned positions need it.
-    d_model: width of the residual stream.
-    num_layers: number of blocks.
-    attention: 'mha', 'gqa', 'mqa', 'mla' or 'gta', a name in
-      `mha_jax.attention.variants.VARIANTS`.
-    num_heads: query heads; a tuple: those of each layer, at least 1, which
-      needs head_dim, for 'mla' qk_nope_head_dim. Equal ones become one number.
-    num_kv_heads: key/value heads, for 'gqa' and 'gta'; a tuple likewise.
-    head_dim: features of a head, but for 'mla'; None: d_model / num_heads.
-    v_head_dim: features of a value head; None: as those of a key.
-    kv_lora_rank: features of the latent, for 'mla' like those that follow.
-    q_lora_rank: features of the query latent; None: none.
-    qk_nope_head_dim: features of a head that do not rotate.
-    qk_rope_head_dim: rotary features; None: half of qk_nope_head_dim with
-      positions='rope', else 0.
+    attention: the attention of every layer, or a sequence of one a layer, which
+      may differ in anything but d_model. Equal ones become one.
+    num_layers: number of blocks; 0: as many as there are attentions.
     mlp_dim: hidden width f of the MLP; 0: no MLP.
-    positions: 'learned', 'rope' or 'none'.
-    rope_theta: base of RoPE's wavelengths.
+    learned_positions: whether a learned vector is added to each token by its
+      position; None: where no layer turns its queries and keys.
     dropout_rate: of the attention weights.
-    use_bias: whether attention and MLP add biases.
-    normalize_qk: 'layer' or 'rms', norm of queries and keys; None: none.
-    logit_softcap: bound on the attention scores; None: none.
+    use_bias: whether the MLP adds biases.
     dtype: the dtype to compute in; parameters are float32.
 
   Raises:
@@ -93,42 +62,37 @@ class DecoderConfig:
 
   vocab_size: int
   max_len: int
-  d_model: int = 64
-  num_layers: int = 1
-  attention: str = 'mha'
-  num_heads: int | tuple[int, ...] = 4
-  num_kv_heads: int | tuple[int, ...] | None = None
-  head_dim: int | None = None
-  v_head_dim: int | None = None
-  kv_lora_rank: int | None = None
-  q_lora_rank: int | None = None
-  qk_nope_head_dim: int | None = None
-  qk_rope_head_dim: int | None = None
+  attention: AttentionConfig | tuple[AttentionConfig, ...]
+  num_layers: int = 0
   mlp_dim: int = 0
-  positions: str = 'learned'
-  rope_theta: float = 10_000.0
+  learned_positions: bool | None = None
   dropout_rate: float = 0.0
   use_bias: bool = False
-  normalize_qk: str | None = None
-  logit_softcap: float | None = None
   dtype: str = 'float32'
 
   def __post_init__(self) -> None:
     checks.plain_fields(self)
-    for name in ('vocab_size', 'max_len', 'd_model'):
+    for name in ('vocab_size', 'max_len'):
       checks.positive(name, getattr(self, name))
+    given = self.attention
+    layers = tuple(given) if isinstance(given, list | tuple) else (given,)
+    for attention in layers:
+      _check_residual(attention, layers[0])
+    if self.num_layers == 0:
+      object.__setattr__(self, 'num_layers', len(layers))
     checks.whole('num_layers', self.num_layers, 1, 10_000)  # each is traced
-    for name in BY_LAYER:
-      value = getattr(self, name)
-      if isinstance(value, list | tuple):
-        value = _by_layer(name, value, self.num_layers)
-        object.__setattr__(self, name, value)
-      elif name == 'num_heads':
-        checks.positive(name, value)
+    if len(layers) not in (1, self.num_layers) or not layers:
+      raise ValueError(
+        f'attention of {len(layers)} layers must be one config, or one for '
+        f'each of num_layers={self.num_layers}'
+      )
+    one = len(set(layers)) == 1
+    object.__setattr__(self, 'attention', layers[0] if one else layers)
+    if self.learned_positions is None:
+      turned = any(x.rotary is not None for x in layers)
+      object.__setattr__(self, 'learned_positions', not turned)
     if self.mlp_dim != 0:
       checks.positive('mlp_dim', self.mlp_dim)
-    if self.positions not in POSITIONS:
-      raise ValueError(f'positions={self.positions!r} must be in {POSITIONS}')
     if self.dtype not in DTYPES:
       raise ValueError(f'dtype={self.dtype!r} must be in {DTYPES}')
     if self.dtype == 'float64' and jnp.result_type(float) != jnp.float64:
@@ -136,55 +100,118 @@ class DecoderConfig:
         f'dtype={self.dtype!r} needs 64-bit JAX; set JAX_ENABLE_X64=1'
       )
     checks.rate('dropout_rate', self.dropout_rate)
-    if self.qk_rope_head_dim and self.positions != 'rope':
-      raise ValueError(
-        f"qk_rope_head_dim={self.qk_rope_head_dim} needs positions='rope', "
-        f'got {self.positions!r}'
-      )
-    size = self.head_dim_field
-    if isinstance(self.num_heads, tuple) and getattr(self, size) is None:
-      raise ValueError(
-        f'{size}=None with num_heads={self.num_heads}: layers of different '
-        f'numbers of heads do not share d_model={self.d_model} out; give {size}'
-      )
-    self.attention_configs  # noqa: B018  checks the sizes
-
-  @property
-  def rope(self) -> Rope | None:
-    return Rope(self.rope_theta) if self.positions == 'rope' else None
-
-  @property
-  def head_dim_field(self) -> str:
-    """The field that tells a head's features."""
-    return 'qk_nope_head_dim' if self.attention == 'mla' else 'head_dim'
 
   @functools.cached_property
-  def attention_configs(self) -> tuple[AttentionConfig, ...]:
-    """The shape of each block's attention."""
-
-    def of_layer(layer: int) -> AttentionConfig:
-      options = {name: getattr(self, name) for name in ATTENTION_FIELDS}
-      for name in BY_LAYER:
-        if isinstance(options[name], tuple):
-          options[name] = options[name][layer]
-      return variants.build(self.attention, **options)
-
-    return tuple(map(of_layer, range(self.num_layers)))
+  def layers(self) -> tuple[AttentionConfig, ...]:
+    """The attention of each block."""
+    if isinstance(self.attention, tuple):
+      return self.attention
+    return (self.attention,) * self.num_layers
 
   @property
-  def attention_config(self) -> AttentionConfig:
-    """The shape of every block's attention.
+  def d_model(self) -> int:
+    """The width of the residual stream."""
+    return self.layers[0].d_model
 
-    Raises:
-      ValueError: layers have different numbers of heads.
-    """
-    for name in BY_LAYER:
-      if isinstance(getattr(self, name), tuple):
-        raise ValueError(
-          f'{name}={getattr(self, name)} differs by layer; use '
-          'attention_configs, one a layer'
-        )
-    return self.attention_configs[0]
+
+def _check_residual(attention: Any, first: AttentionConfig) -> None:
+  """Raises a ValueError unless an attention adds to the stream of the first."""
+  if not isinstance(attention, AttentionConfig):
+    raise ValueError(
+      f'attention={attention!r} must be an AttentionConfig, as '
+      'GroupedConfig(d_model=64, num_heads=4), or one for each layer'
+    )
+  d = first.d_model
+  out = dict(getattr(attention.table['out'], 'sizes', ())).get('d', d)
+  if (*attention.input_widths, out) != (d,) * 4:
+    raise ValueError(
+      f'attention={attention!r} takes inputs of {attention.input_widths} '
+      f'features and gives {out}; in a decoder all are d_model={d}'
+    )
+
+
+def decoder_config(
+  vocab_size: int,
+  max_len: int,
+  *,
+  attention: str = 'mha',
+  num_layers: int = 1,
+  positions: str = 'learned',
+  rope_theta: float = 10_000.0,
+  mlp_dim: int = 0,
+  dropout_rate: float = 0.0,
+  use_bias: bool = False,
+  dtype: str = 'float32',
+  layers: Sequence[Mapping[str, Any]] | None = None,
+  **options: Any,
+) -> DecoderConfig:
+  """Builds a decoder's config from flat options, as flags give them.
+
+    decoder_config(50, 64, attention='gqa', num_heads=8, num_kv_heads=2)
+    decoder_config(50, 64, layers=({'num_heads': 8}, {'attention': 'mqa'}))
+
+  Args:
+    vocab_size: the number of tokens.
+    max_len: the longest sequence; only learned positions need it.
+    attention: 'mha', 'gqa', 'mqa', 'mla' or 'gta', a name in `VARIANTS`.
+    num_layers: number of blocks.
+    positions: 'learned', 'rope' or 'none'.
+    rope_theta: base of RoPE's wavelengths.
+    mlp_dim: hidden width f of the MLP; 0: no MLP.
+    dropout_rate: of the attention weights.
+    use_bias: whether attention and MLP add biases.
+    dtype: the dtype to compute in; parameters are float32.
+    layers: for each layer the options of its attention that differ from the
+      others', attention, positions and rope_theta among them; None: none do.
+    **options: of the variant; d_model is 64 and num_heads 4 unless given.
+
+  Raises:
+    ValueError: sizes do not fit, or an option is unknown.
+  """
+  common = {
+    'attention': attention,
+    'positions': positions,
+    'rope_theta': rope_theta,
+    'd_model': 64,
+    'num_heads': 4,
+    'use_bias': use_bias,
+    **options,
+  }
+  checks.whole('num_layers', num_layers, 1, 10_000)
+  changes = [{}] if layers is None else [dict(x) for x in layers]
+  if layers is not None and len(changes) != num_layers:
+    raise ValueError(
+      f'layers of length {len(changes)} must have the changes of each of '
+      f'num_layers={num_layers}'
+    )
+  configs = [_attention(**{**common, **x}) for x in changes]
+  kinds = {x.get('positions', positions) for x in changes}
+  return DecoderConfig(
+    vocab_size,
+    max_len,
+    tuple(configs),
+    num_layers,
+    mlp_dim,
+    'learned' in kinds,
+    dropout_rate,
+    use_bias,
+    dtype,
+  )
+
+
+def _attention(
+  *, attention: str, positions: str, rope_theta: float, **options: Any
+) -> AttentionConfig:
+  """Builds the attention of one layer from flat options."""
+  if positions not in POSITIONS:
+    raise ValueError(f'positions={positions!r} must be in {POSITIONS}')
+  if options.get('qk_rope_head_dim') and positions != 'rope':
+    raise ValueError(
+      f"qk_rope_head_dim={options['qk_rope_head_dim']} needs positions='rope', "
+      f'got {positions!r}'
+    )
+  rope = Rope(rope_theta) if positions == 'rope' else None
+  return variants.build(attention, **options, rope=rope)
 
 
 class Block(nn.Module):
@@ -207,7 +234,7 @@ class Block(nn.Module):
   ) -> tuple[jax.Array, Cache | None]:
     config = self.config
     attention = mha.Attention(
-      config.attention_configs[self.layer],
+      config.layers[self.layer],
       dropout_rate=config.dropout_rate,
       dtype=config.dtype,
       name='attention',
@@ -308,7 +335,7 @@ class DecoderLM(nn.Module):
     x = nn.Embed(
       config.vocab_size, config.d_model, dtype=config.dtype, name='embed'
     )(tokens)
-    if config.positions == 'learned':
+    if config.learned_positions:
       known = isinstance(t, int)  # not a symbolic dimension
       if cache is None and known and t > config.max_len:
         raise ValueError(
@@ -361,7 +388,7 @@ class DecoderLM(nn.Module):
   @property
   def max_positions(self) -> int | None:
     """The tokens that a row can have at most; None: any number."""
-    return self.config.max_len if self.config.positions == 'learned' else None
+    return self.config.max_len if self.config.learned_positions else None
 
   def init_cache(
     self,
@@ -396,21 +423,8 @@ class DecoderLM(nn.Module):
         dtype or config.dtype,
         window=window,
       )
-      for attention in config.attention_configs
+      for attention in config.layers
     )
-
-
-def _by_layer(name: str, values: Any, num_layers: int) -> int | tuple[int, ...]:
-  """One integer for every layer: a tuple, or a number where all are equal."""
-  if len(values) != num_layers:
-    raise ValueError(
-      f'{name}={values!r} must be an integer, or one integer for each of '
-      f'num_layers={num_layers}'
-    )
-  for layer, value in enumerate(values):
-    checks.positive(f'{name}[{layer}]', value)
-  numbers = tuple(int(value) for value in values)
-  return numbers if len(set(numbers)) > 1 else numbers[0]
 
 
 def _check_layers(config: DecoderConfig, cache: Any, batch: int) -> None:
@@ -420,7 +434,7 @@ def _check_layers(config: DecoderConfig, cache: Any, batch: int) -> None:
       f'cache must be a tuple of num_layers={config.num_layers} caches, as '
       f'init_cache makes it; got {type(cache).__name__}'
     )
-  for attention, layer in zip(config.attention_configs, cache, strict=True):
+  for attention, layer in zip(config.layers, cache, strict=True):
     check_cache(attention, layer, batch)
 
 
@@ -433,7 +447,7 @@ def _gates_by_layer(
   several = isinstance(head_gates, list | tuple) or jnp.ndim(head_gates) > 0
   gates = [jnp.asarray(x) for x in head_gates] if several else []
   shapes = [x.shape for x in gates]
-  wanted = [(x.num_heads,) for x in config.attention_configs]
+  wanted = [(x.num_heads,) for x in config.layers]
   if shapes != wanted:
     raise ValueError(
       f'head_gates of shapes {shapes} by layer must be (h,) for each of '

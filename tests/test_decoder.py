@@ -12,11 +12,11 @@ import oracles
 from absl.testing import parameterized
 
 from mha_jax.attention import masks
-from mha_jax.decoder import DecoderConfig, DecoderLM
+from mha_jax.decoder import DecoderConfig, DecoderLM, decoder_config
 from mha_jax.linen import Parameters
 
 B, T, M, MAX_LEN = 2, 7, 23, 11
-CONFIG = DecoderConfig(
+CONFIG = decoder_config(
   vocab_size=M, max_len=MAX_LEN, d_model=12, num_layers=2, num_heads=3
 )
 VARIANTS = {'mha': (6, None), 'gqa': (6, 3), 'mqa': (6, None)}

@@ -16,7 +16,7 @@ from oracles import assert_close, normal
 import mha_jax.linen as linen
 import mha_jax.nnx as mha_nnx
 from mha_jax.attention import Rope, masks
-from mha_jax.decoder import DecoderConfig, DecoderLM
+from mha_jax.decoder import DecoderLM, decoder_config
 
 B, T, D, M, WINDOW = 2, 7, 12, 11, 4
 DTYPES = {
@@ -61,7 +61,7 @@ def of_nnx(dtype):
 
 
 def of_lm(dtype, **options):
-  config = DecoderConfig(**LM | options, dtype=np.dtype(dtype).name)
+  config = decoder_config(**LM | options, dtype=np.dtype(dtype).name)
   module = DecoderLM(config)
   x = np.random.default_rng(0).integers(0, M, (B, T))
   return module, functools.partial(module.apply, random_params(module, x)), x

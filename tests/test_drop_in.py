@@ -35,7 +35,7 @@ from mha_jax.attention import (
   checks,
   masks,
 )
-from mha_jax.decoder import DecoderConfig, DecoderLM, generate
+from mha_jax.decoder import DecoderConfig, DecoderLM, decoder_config, generate
 from tests import test_flax_arguments
 
 B, T, D, H = 2, 5, 6, 3
@@ -415,7 +415,7 @@ class NumbersTest(parameterized.TestCase):
 
   def test_generation(self):
     """Temperature, top_p, top_k and the number of tokens."""
-    model = DecoderLM(DecoderConfig(vocab_size=7, max_len=9, num_heads=1))
+    model = DecoderLM(decoder_config(vocab_size=7, max_len=9, num_heads=1))
     run = mock.Mock(return_value=(None, None, None))
     for number, whole in ((float, int), (jnp.float32, np.array)):
       with mock.patch.object(generation, '_generate', run):

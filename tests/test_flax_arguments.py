@@ -24,7 +24,7 @@ import mha_jax.linen
 import mha_jax.nnx
 from mha_jax import attention, dot_product_attention, flax_arguments
 from mha_jax.attention import LatentConfig, Rope, masks
-from mha_jax.decoder import DecoderConfig, DecoderLM
+from mha_jax.decoder import DecoderLM, decoder_config
 
 B, T, S, D, E = 2, 7, 11, 6, 17
 X, Y = normal(0, B, T, D), normal(1, B, S, D)
@@ -713,7 +713,7 @@ class MaskTest(parameterized.TestCase):
     tokens, qkv = jnp.ones((B, T), int), [X.reshape(B, T, 3, 2)] * 3
     flax = nn.MultiHeadDotProductAttention(3, attention_fn=attention_fn)
     linen = mha_jax.linen.MultiQueryAttention(3)
-    model = DecoderLM(DecoderConfig(5, T, D, num_heads=3))
+    model = DecoderLM(decoder_config(5, T, D, num_heads=3))
     calls = {
       'linen': functools.partial(linen.init, key, X),
       'nnx': lambda mask: mha_jax.nnx.MultiHeadAttention(

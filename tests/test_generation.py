@@ -12,14 +12,14 @@ from absl.testing import parameterized
 from oracles import normal
 
 from mha_jax import generation
-from mha_jax.decoder import DecoderConfig, DecoderLM, generate
+from mha_jax.decoder import DecoderLM, decoder_config, generate
 
 M, B, T, NEW = 11, 3, 5, 4
 LENGTHS = np.array([5, 2, 3])
 
 
 def make(**options):
-  config = DecoderConfig(
+  config = decoder_config(
     vocab_size=M, max_len=T + NEW, d_model=12, num_layers=2, **options
   )
   model = DecoderLM(config)
@@ -177,7 +177,7 @@ class ErrorsTest(parameterized.TestCase):
 
   def test_learned_positions(self):
     """Past max_len there are none: the likeliest token of NaN would be 0."""
-    model = DecoderLM(DecoderConfig(vocab_size=M, max_len=9))
+    model = DecoderLM(decoder_config(vocab_size=M, max_len=9))
     ring = model.init_cache(B, window=3)
     used = tuple(
       dataclasses.replace(layer, lengths=np.array([4, 0, 0])) for layer in ring
@@ -187,7 +187,7 @@ class ErrorsTest(parameterized.TestCase):
 
   def test_a_full_cache(self):
     """A cache that is passed in must have room too."""
-    model = DecoderLM(DecoderConfig(vocab_size=M, max_len=9))
+    model = DecoderLM(decoder_config(vocab_size=M, max_len=9))
     cache = model.init_cache(B, T)
     self.check(model, cache, 2, 'capacity of the cache=5 is less')
 
@@ -198,7 +198,7 @@ class ErrorsTest(parameterized.TestCase):
   )
   def test_another_cache(self, change, message):
     """A cache must be the model's, with a row for each prompt."""
-    model = DecoderLM(DecoderConfig(vocab_size=M, max_len=9))
+    model = DecoderLM(decoder_config(vocab_size=M, max_len=9))
     self.check(model, change(model.init_cache(B + 1, 9)), 2, message)
 
   def check(self, model, cache, new, message):
@@ -240,7 +240,7 @@ class ErrorsTest(parameterized.TestCase):
 
   def test_narrow_prompts(self):
     """Tokens that do not fit the prompts' dtype come out whole."""
-    config = DecoderConfig(vocab_size=300, max_len=9, d_model=8, num_heads=2)
+    config = decoder_config(vocab_size=300, max_len=9, d_model=8, num_heads=2)
     model, prompts = DecoderLM(config), np.array([[1, 2, 3], [4, 5, 6]])
     variables = model.init(jax.random.key(0), prompts)
     wanted, _ = generate(model, variables, prompts, max_new_tokens=5)

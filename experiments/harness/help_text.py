@@ -15,6 +15,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from experiments.harness import settings
+from mha_jax.attention.variants import VARIANTS
 from mha_jax.tasks import TASKS
 
 NAME = 'names the folder in runs/'
@@ -53,6 +54,9 @@ def whole(
 def meanings(config: ConfigDict, config_file: ModuleType) -> dict[str, str]:
   """What fields of a config mean, in a line each."""
   words = {'name': NAME, 'task.kind': KIND} | arguments_of(config_file.__doc__)
+  for variant in reversed(VARIANTS.values()):
+    for name, meaning in arguments_of(variant.config.__doc__).items():
+      words[f'model.{name}'] = meaning
   for section, kind in settings.kinds(config).items():
     for name, meaning in arguments_of(kind.__doc__).items():
       words[f'{section}.{name}'] = meaning

@@ -12,13 +12,23 @@ from typing import Any
 from ml_collections import ConfigDict, config_dict
 
 from mha_jax.attention import checks
-from mha_jax.decoder import DecoderConfig
+from mha_jax.attention.variants import option_types
+from mha_jax.decoder import DecoderConfig, decoder_config
 from mha_jax.importing import imported
 from mha_jax.tasks import TASKS, Task, TextTask
 from mha_jax.training import memory, record
+from mha_jax.training.loading import model_from_json
 from mha_jax.training.train import Experiment, OptimizerConfig, TrainConfig
 
 SECTIONS = ('name', 'task', 'model', 'optimizer', 'train')
+UNSET = (
+  'rope',  # told by positions and rope_theta
+  'key_features',
+  'value_features',
+  'kv_features',
+  'out_features',
+)
+"""Options of attention that no flag sets: a decoder settles them."""
 CONFIGS = {
   'copy': 'configs/copy_task.py',
   'recall': 'configs/recall.py',
@@ -54,23 +64,40 @@ def complete(config: ConfigDict, name: str) -> None:
 
 
 def _fill(section: ConfigDict, kind: Any) -> None:
-  """Fills in the fields of one dataclass that are plain values, or None."""
-  for field in dataclasses.fields(kind):
-    value = field.default
+  """Fills in the fields of one section that are plain values, or None."""
+  for name, (value, types) in _defaults(kind).items():
     plain = isinstance(value, bool | int | float | str | NoneType)
-    if not (field.init and plain) or field.name in section:
+    if not plain or name in section:
       continue
     if value is None:
-      first = next(iter(typing.get_args(field.type)), object)
-      of = first if first in (bool, int, float, str) else object
-      value = config_dict.placeholder(of)
-    section[field.name] = value
+      of = [x for x in (str, bool, int, float) if x in types]
+      value = config_dict.placeholder(of[0] if of else object)
+    section[name] = value
+
+
+def _defaults(kind: Any) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+  """Lists the fields of a section: the default, and the types it may have."""
+  if kind is not decoder_config:
+    return {
+      field.name: (field.default, typing.get_args(field.type))
+      for field in dataclasses.fields(kind)
+      if field.init
+    }
+  own = inspect.signature(kind).parameters.values()
+  found: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    x.name: (x.default, ()) for x in own if x.name != 'layers'
+  }
+  found |= {'d_model': (64, ()), 'num_heads': (4, ())}
+  for name, types in option_types().items():
+    if name not in UNSET:
+      found.setdefault(name, (None, typing.get_args(types) or (types,)))
+  return found
 
 
 def kinds(config: ConfigDict) -> dict[str, Any]:
-  """The dataclass of each section, of those that a config has."""
-  known = {'optimizer': OptimizerConfig, 'train': TrainConfig}
-  known |= {'model': DecoderConfig}
+  """Returns what makes each section, a dataclass, or for models a function."""
+  known: dict[str, Any] = {'optimizer': OptimizerConfig, 'train': TrainConfig}
+  known |= {'model': decoder_config}
   if isinstance(config.get('task'), ConfigDict):
     known['task'] = task_class(config.task.get('kind', 'copy'))
   return {
@@ -119,7 +146,7 @@ def experiment_from(config: ConfigDict) -> Experiment:
   for name, size in sizes.items():
     checks.positive(f'--config.task: {name}', size)
   return Experiment(
-    model=_build('model', DecoderConfig, config.model, sizes),
+    model=_build('model', decoder_config, config.model, sizes),
     task=task,
     optimizer=_build('optimizer', OptimizerConfig, config.optimizer),
     train=_build('train', TrainConfig, config.train),
@@ -192,15 +219,20 @@ def recorded_experiment(workdir: pathlib.Path) -> Experiment:
   config = ConfigDict({'name': workdir.name} | saved)
   try:
     check_sections(config)
-    sizes = {x: config.model.get(x) for x in ('vocab_size', 'max_len')}
-    config.model = {k: x for k, x in config.model.items() if k not in sizes}
     made = dataclasses.fields(task_class(config.task.get('kind', 'copy')))
     own = {x.name for x in made if not x.init} - {'kind'}  # as a text's digest
-    task = {k: x for k, x in config.task.items() if k not in own}
-    config.task = ConfigDict(task)
-    experiment = experiment_from(config)
-    for name, size in sizes.items():
-      if size != getattr(experiment.task, name):
+    task = task_from(
+      ConfigDict({k: x for k, x in config.task.items() if k not in own})
+    )
+    experiment = Experiment(
+      model=_recorded_model(saved['model']),
+      task=task,
+      optimizer=_build('optimizer', OptimizerConfig, config.optimizer),
+      train=_build('train', TrainConfig, config.train),
+    )
+    for name in ('vocab_size', 'max_len'):
+      size = getattr(experiment.model, name)
+      if size != getattr(task, name):
         raise ValueError(f'model.{name}={size!r} is not that of the task')
   except ValueError as error:
     raise ValueError(f'{path}: {error}') from error
@@ -212,6 +244,16 @@ def recorded_experiment(workdir: pathlib.Path) -> Experiment:
       'there, or train again'
     )
   return experiment
+
+
+def _recorded_model(saved: Any) -> DecoderConfig:
+  """Makes the recorded config of a model again; a ValueError if it is none."""
+  try:
+    return model_from_json(saved)
+  except (KeyError, TypeError) as error:
+    raise ValueError(
+      f'model records no decoder ({type(error).__name__}: {error})'
+    ) from error
 
 
 def announce(experiments: Iterable[Experiment]) -> None:
@@ -246,7 +288,9 @@ def _build(
   more: dict[str, Any] | None = None,
 ) -> Any:
   options = config.to_dict() | (more or {})
-  if unknown := sorted(set(options) - set(inspect.signature(kind).parameters)):
+  known = set(inspect.signature(kind).parameters)
+  known |= set(option_types()) if kind is decoder_config else set()
+  if unknown := sorted(set(options) - known):
     of_kind = {TASKS[x]: file for x, file in CONFIGS.items()}.get(kind)
     hint = f'; a config for it is {of_kind}' if of_kind else ''
     raise ValueError(

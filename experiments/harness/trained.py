@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 
 from experiments.harness import settings
 from experiments.reports import head_counts
+from mha_jax.attention import variants
 from mha_jax.tasks import Batch
 from mha_jax.training import record, run, train
 from mha_jax.training.loading import newest_state
@@ -141,9 +142,10 @@ def fields(model: Model) -> dict[str, Any]:
 def described(model: Model) -> str:
   """The model in a line."""
   config, length = model.experiment.model, model.experiment.train.steps
+  names = ', '.join(dict.fromkeys(map(variants.name_of, config.layers)))
   seed = model.experiment.train.seed
   return (
-    f'{model.experiment.task.kind} task, {config.attention}, '
+    f'{model.experiment.task.kind} task, {names}, '
     f'{config.num_layers} layer{"s" * (config.num_layers > 1)}, d_model = '
     f'{config.d_model}, step {model.step} of {length}, seed {seed}'
   )

@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 
 from experiments.harness import command_line
 from experiments.suites.case import Case, Run
-from mha_jax.decoder import DecoderConfig, DecoderLM
+from mha_jax.decoder import DecoderConfig, DecoderLM, decoder_config
 
 VOCAB_SIZE = 256
 Logits = Callable[[Any, jax.Array], Any]
@@ -35,7 +35,7 @@ def cases(config: ConfigDict) -> list[Case]:
 
 def _case(config: ConfigDict, t: int) -> Case:
   d = config.module_d_model
-  model = DecoderConfig(
+  model = decoder_config(
     VOCAB_SIZE,
     max_len=t,
     d_model=d,
@@ -52,7 +52,7 @@ def _case(config: ConfigDict, t: int) -> Case:
     'flax.nnx': lambda: _nnx(model, t),
   }
   sizes = {'t': t, 'd_model': d, 'layers': model.num_layers}
-  setting = sizes | {'heads': model.num_heads}
+  setting = sizes | {'heads': config.num_heads}
   return Case('decoder', 'a training step', setting, contenders)
 
 
@@ -70,7 +70,7 @@ class LinenDecoder(nn.Module):
     mask = nn.make_causal_mask(tokens)
     for _ in range(config.num_layers):
       attention = nn.MultiHeadDotProductAttention(
-        config.attention_config.num_heads,
+        config.layers[0].num_heads,
         use_bias=False,
         attention_fn=self.attention_fn,
       )
@@ -92,7 +92,7 @@ class NnxDecoder(nnx.Module):
       rows: dict[str, Any] = {
         'attention_norm': nnx.RMSNorm(d, rngs=rngs),
         'attention': nnx.MultiHeadAttention(
-          config.attention_config.num_heads,
+          config.layers[0].num_heads,
           d,
           use_bias=False,
           decode=False,

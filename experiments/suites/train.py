@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 from experiments.harness import command_line
 from experiments.suites.case import HAS_TORCH, Case, Run, torch_tensors
 from experiments.suites.decoder import NnxDecoder
-from mha_jax.decoder import DecoderConfig
+from mha_jax.decoder import DecoderConfig, decoder_config
 from mha_jax.tasks import CopyTask
 from mha_jax.training import train
 
@@ -33,7 +33,7 @@ def cases(config: ConfigDict) -> list[Case]:
 def _case(h: int, steps: int) -> Case:
   task = CopyTask(length=32, num_symbols=32)
   try:
-    model = DecoderConfig(task.vocab_size, task.max_len, num_heads=h)
+    model = decoder_config(task.vocab_size, task.max_len, num_heads=h)
   except ValueError as error:
     raise ValueError(f'--config.train_heads={h}: {error}') from error
   experiment = train.Experiment(
@@ -150,10 +150,11 @@ def _torch_model(config: DecoderConfig) -> Any:
       self.output = nn.Linear(d, config.vocab_size, bias=False)
 
     def forward(self, tokens: Any) -> Any:
+      h = config.layers[0].num_heads
       x = self.embed(tokens) + self.positions.weight[: tokens.shape[1]]
       b, t, d = x.shape
       qkv = self.qkv(self.attention_norm(x))
-      q, k, v = qkv.view(b, t, 3, config.num_heads, -1).permute(2, 0, 3, 1, 4)
+      q, k, v = qkv.view(b, t, 3, h, -1).permute(2, 0, 3, 1, 4)
       y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
       x = x + self.out(y.transpose(1, 2).reshape(b, t, d))
       return self.output(self.norm(x))

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mha_jax.attention import checks
+from mha_jax.attention import checks, variants
 from mha_jax.attention.dtypes import wide_dtype
 from mha_jax.attention.projections import Projection, check_params
 from mha_jax.decoder import DecoderConfig, DecoderLM
@@ -280,20 +280,20 @@ def copying_score(config: DecoderConfig, params: Any) -> tuple[np.ndarray, ...]:
   """
   if not has_copying_score(config):
     raise ValueError(
-      f'attention={config.attention!r} has no value kernel (d, n, v), which '
-      "the copying score needs; use 'mha', 'gqa' or 'mqa'"
+      f'attention={variants.name_of(config.layers[0])!r} has no value kernel '
+      "(d, n, v), which the copying score needs; use 'mha', 'gqa' or 'mqa'"
     )
   if 'embed' not in params:
     raise ValueError(
       "params without 'embed' are none of a DecoderLM; pass variables['params']"
     )
-  for layer, attention in enumerate(config.attention_configs):
+  for layer, attention in enumerate(config.layers):
     check_params(attention.table, params[f'block_{layer}']['attention'])
   params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
   embedding = params['embed']['embedding']
   unembedding = params['norm']['scale'][:, None] * params['output']['kernel']
   scores = []
-  for layer, attention in enumerate(config.attention_configs):
+  for layer, attention in enumerate(config.layers):
     block = params[f'block_{layer}']
     value = block['attention']['value']['kernel']
     scaled = embedding * block['attention_norm']['scale']
@@ -310,8 +310,11 @@ def copying_score(config: DecoderConfig, params: Any) -> tuple[np.ndarray, ...]:
 
 def has_copying_score(config: DecoderConfig) -> bool:
   """Whether values are one product with a kernel (d, n, v) per group."""
-  value = config.attention_configs[0].table.get('value')
-  return isinstance(value, Projection) and value.kernel_letters == 'dnv'
+  values = [attention.table.get('value') for attention in config.layers]
+  return all(
+    isinstance(value, Projection) and value.kernel_letters == 'dnv'
+    for value in values
+  )
 
 
 def head_scores(
@@ -341,7 +344,7 @@ def head_scores(
   copying = (
     copying_score(config, params)
     if has_copying_score(config)
-    else [np.full(x.num_heads, np.nan) for x in config.attention_configs]
+    else [np.full(x.num_heads, np.nan) for x in config.layers]
   )
   separates = jnp.isin(tokens, jnp.asarray(separators, tokens.dtype))
   if queries is None:

@@ -116,7 +116,7 @@ def head_means(
     capture_intermediates=lambda module, _: module.name == 'attention_norm',
   )
   means = []
-  for layer, attention in enumerate(config.attention_configs):
+  for layer, attention in enumerate(config.layers):
     name = f'block_{layer}'
     (x,) = state['intermediates'][name]['attention_norm']['__call__']
     mean = functools.partial(
@@ -323,7 +323,7 @@ def keep_most(config: DecoderConfig, scores: Any, share: float) -> np.ndarray:
     raise ValueError(
       f'scores of shape {scores.shape} must be (num_layers, h) = {shape}'
     )
-  groups = _num_kv_heads(config.attention_config)
+  groups = _num_kv_heads(config.layers[0])
   by_group = scores.reshape(shape[0], groups, -1).sum(axis=2)
   keep = np.zeros(by_group.shape, bool)
   keep[np.arange(len(keep)), by_group.argmax(axis=1)] = True
@@ -349,8 +349,8 @@ def prune_heads(
       booleans; at least one a layer.
 
   Returns:
-    The config, whose numbers of heads are tuples where layers differ, and its
-    parameters.
+    The config, whose layers differ where other numbers of heads are left, and
+    its parameters.
 
   Raises:
     ValueError: keep names no head in a layer, one twice, or one that is not
@@ -363,8 +363,8 @@ def prune_heads(
       f'num_layers={config.num_layers}'
     )
   pruned = dict(params)
-  sizes = []
-  for layer, attention in enumerate(config.attention_configs):
+  smaller = []
+  for layer, attention in enumerate(config.layers):
     name = f'block_{layer}'
     if name not in params:
       raise ValueError(
@@ -377,25 +377,31 @@ def prune_heads(
     kept = {'h': heads, 'n': _kept_groups(layer, heads, attention)}
     new = {x: _slice(row, old[x], kept) for x, row in attention.table.items()}
     pruned[name] = {**params[name], 'attention': new}
-    sizes.append((len(kept['h']), len(kept['n'])))
-  num_heads, num_kv_heads = zip(*sizes, strict=True)
-  changes: dict[str, Any] = {'num_heads': num_heads}
-  if config.num_kv_heads is not None:
-    changes['num_kv_heads'] = num_kv_heads
-  if getattr(config, config.head_dim_field) is None:
-    h = config.attention_configs[0].num_heads
-    changes[config.head_dim_field] = config.d_model // h
-  return dataclasses.replace(config, **changes), pruned
+    h, n = len(kept['h']), len(kept['n'])
+    smaller.append(_with_heads(attention, h, n))
+  return dataclasses.replace(config, attention=tuple(smaller)), pruned
+
+
+def _with_heads(attention: AttentionConfig, h: int, n: int) -> AttentionConfig:
+  """The same attention with other numbers of heads, each as large as before."""
+  changes: dict[str, Any] = {'num_heads': h}
+  if getattr(attention, 'num_kv_heads', None) is not None:
+    changes['num_kv_heads'] = n
+  for name in ('head_dim', 'qk_nope_head_dim'):
+    if getattr(attention, name, 0) is None:  # d_model / h, of the old h
+      changes[name] = attention.d_model // attention.num_heads
+  return dataclasses.replace(attention, **changes)  # type: ignore[type-var]
 
 
 def _gates_shape(config: DecoderConfig) -> tuple[int, int]:
   """(num_layers, h); a ValueError where layers differ."""
-  if isinstance(config.num_heads, tuple):
+  heads = [x.num_heads for x in config.layers]
+  if len(set(heads)) > 1:
     raise ValueError(
-      f'num_heads={config.num_heads} must be the same in every layer; measure '
-      'the decoder before pruning, with gates of 0 for what goes'
+      f'num_heads={heads} must be the same in every layer; measure the decoder '
+      'before pruning, with gates of 0 for what goes'
     )
-  return config.num_layers, config.num_heads
+  return len(heads), heads[0]
 
 
 @functools.partial(jax.jit, static_argnames=('config', 'kind'))

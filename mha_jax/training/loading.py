@@ -4,11 +4,15 @@ import contextlib
 import functools
 import json
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
+from mha_jax.attention import AttentionConfig, Rope, variants
+from mha_jax.attention.positions.scaling import SCALINGS
 from mha_jax.decoder import DecoderConfig, DecoderLM
+from mha_jax.importing import imported
 from mha_jax.tasks import CopyTask
 from mha_jax.training import train
 from mha_jax.training.checkpoints import Checkpoints
@@ -35,7 +39,7 @@ def load_model(workdir: str | pathlib.Path) -> tuple[DecoderLM, Any]:
   path = workdir / 'config.json'
   try:
     saved = json.loads(path.read_text())
-    config = DecoderConfig(**saved['model'])
+    config = model_from_json(saved['model'])
     experiment = train.Experiment(
       model=config,
       task=CopyTask(),  # in place of the run's own, which is not asked
@@ -49,6 +53,38 @@ def load_model(workdir: str | pathlib.Path) -> tuple[DecoderLM, Any]:
     ) from error
   state = newest_state(workdir, experiment)
   return DecoderLM(config), {'params': state.params}
+
+
+def model_from_json(saved: Mapping[str, Any]) -> DecoderConfig:
+  """Makes a decoder's config again, from what `record.as_json` made of it.
+
+  Raises:
+    KeyError, TypeError or ValueError: it records none.
+  """
+  layers = saved['attention']
+  layers = layers if isinstance(layers, list) else [layers]
+  attentions = tuple(_attention_from_json(x) for x in layers)
+  return DecoderConfig(**{**saved, 'attention': attentions})
+
+
+def _attention_from_json(saved: Any) -> AttentionConfig:
+  if not isinstance(saved, dict) or 'kind' not in saved:
+    raise ValueError(
+      f'model.attention={saved!r} is no recorded attention, with its kind and '
+      'sizes; train the model again'
+    )
+  fields = {name: x for name, x in saved.items() if name != 'kind'}
+  kind = saved['kind']
+  if kind in variants.VARIANTS:
+    made: type[AttentionConfig] = variants.VARIANTS[kind].config
+  else:
+    made = imported('model.attention.kind', str(kind))
+  if isinstance(rope := fields.get('rope'), dict):
+    if isinstance(scaling := rope.get('scaling'), dict):
+      sizes = {name: x for name, x in scaling.items() if name != 'kind'}
+      rope = {**rope, 'scaling': SCALINGS[scaling['kind']](**sizes)}
+    fields['rope'] = Rope(**rope)
+  return made(**fields)
 
 
 def newest_state(

@@ -5,9 +5,9 @@ what `check` refuses cannot be had.
 """
 
 import math
-import operator
 import os
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +76,7 @@ def check(experiment: Experiment, copies: int = 1) -> None:
   task = experiment.task
   own = {x: to for x, to in FIELDS.items() if hasattr(task, to[5:])}
   names = [own.get(x, x) for x in MAKES[part]]
-  values = {x: operator.attrgetter(x)(experiment) for x in names}
+  values = {x: _value(experiment, x) for x in names}
   named = ', '.join(
     f'{name}={value}' for name, value in values.items() if value
   )
@@ -100,7 +100,7 @@ def step_bytes(experiment: Experiment, copies: int = 1) -> dict[str, int]:
   model, task = experiment.model, experiment.task
   tokens = experiment.train.batch_size * task.max_len * copies
   features = scores = 0
-  for attention in model.attention_configs:
+  for attention in model.layers:
     heads = attention.num_heads * attention.qk_head_dim
     features += 2 * (model.d_model + heads) + attention.cache_elements
     if model.mlp_dim:
@@ -119,15 +119,23 @@ def step_bytes(experiment: Experiment, copies: int = 1) -> dict[str, int]:
   }
 
 
+def _value(experiment: Experiment, name: str) -> Any:
+  """Reads a field; one of the attention's off the first layer, None: none."""
+  section, field = name.split('.')
+  owner = getattr(experiment, section)
+  owner = owner if hasattr(owner, field) else owner.layers[0]
+  return getattr(owner, field, None)
+
+
 def num_params(model: DecoderConfig) -> tuple[int, int]:
   """Parameters of a `DecoderLM`: of its two ends, and of its layers."""
   d, f = model.d_model, model.mlp_dim
-  learned = model.max_len if model.positions == 'learned' else 0
+  learned = model.max_len if model.learned_positions else 0
   norms = d * (1 + (f > 0))
   mlp = 2 * d * f + (f + d) * (f > 0 and model.use_bias)
   layers = sum(
     attention_params(attention.table) + norms + mlp
-    for attention in model.attention_configs
+    for attention in model.layers
   )
   return (2 * model.vocab_size + learned + 1) * d, layers
 

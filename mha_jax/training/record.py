@@ -18,6 +18,9 @@ import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from mha_jax.attention import AttentionConfig, variants
+from mha_jax.attention.positions.scaling import RopeScaling
+
 Row = dict[str, Any]
 """One line of a JSON-lines file."""
 
@@ -52,10 +55,29 @@ def check_name(flag: str, name: str | pathlib.Path) -> None:
 
 
 def as_json(config: Any) -> Any:
-  """A dataclass as nested dicts of JSON values."""
-  if dataclasses.is_dataclass(config) and not isinstance(config, type):
-    config = dataclasses.asdict(config)
-  return json.loads(json.dumps(config))
+  """Makes nested dicts of JSON values of a dataclass.
+
+  An attention, and a scaling of RoPE, have the field 'kind' in addition, by
+  which `loading.model_from_json` makes them again.
+  """
+  return json.loads(json.dumps(_plain(config)))
+
+
+def _plain(value: Any) -> Any:
+  """Makes dicts and lists of dataclasses and tuples, at any depth."""
+  if isinstance(value, Mapping):
+    return {name: _plain(x) for name, x in value.items()}
+  if isinstance(value, list | tuple):
+    return [_plain(x) for x in value]
+  if not dataclasses.is_dataclass(value) or isinstance(value, type):
+    return value
+  kind = {}
+  if isinstance(value, AttentionConfig):
+    kind = {'kind': variants.name_of(value)}
+  elif isinstance(value, RopeScaling):
+    kind = {'kind': type(value).__name__}
+  fields = {x.name: getattr(value, x.name) for x in dataclasses.fields(value)}
+  return kind | {name: _plain(x) for name, x in fields.items()}
 
 
 def check_same_config(workdir: pathlib.Path, config: Any) -> None:

@@ -9,7 +9,7 @@ import pytest
 from absl.testing import parameterized
 
 from mha_jax.analysis import probing, pruning
-from mha_jax.decoder import DecoderConfig
+from mha_jax.decoder import decoder_config
 from mha_jax.tasks import Batch, InductionTask
 from mha_jax.training import train
 
@@ -23,7 +23,7 @@ class InductionTest(parameterized.TestCase):
     """Prefix matching above 0.8, a positive copying score; without the head
     the loss on repeats rises by more than without any other."""
     task = InductionTask(64, 64, min_period=16, max_period=32)
-    model = DecoderConfig(
+    model = decoder_config(
       64, 64, d_model=64, num_layers=2, num_heads=HEADS, head_dim=16
     )
     experiment = train.Experiment(

@@ -14,10 +14,10 @@ import oracles
 from absl.testing import parameterized
 
 from mha_jax.analysis import page, probing
-from mha_jax.decoder import DecoderConfig, DecoderLM
+from mha_jax.decoder import DecoderConfig, DecoderLM, decoder_config
 
 B, H, T, M = 2, 3, 7, 11
-CONFIG = DecoderConfig(
+CONFIG = decoder_config(
   vocab_size=M, max_len=T, d_model=12, num_layers=2, num_heads=H
 )
 TOKENS = np.array([[3, 5, 3, 3, 9, 5, 3], [2, 4, 6, 2, 4, 4, 10]])
@@ -345,7 +345,7 @@ class CopyingScoreTest(parameterized.TestCase):
   )
   def test_full_eigenvalues(self, **options):
     """They are those of the (m, m) matrix, for every layer and head."""
-    config = DecoderConfig(
+    config = decoder_config(
       **{'vocab_size': M, 'max_len': T, 'd_model': 12, 'num_layers': 2}
       | {'num_heads': H}
       | options
@@ -376,7 +376,7 @@ class CopyingScoreTest(parameterized.TestCase):
 
   def test_errors(self):
     """A variant without the kernel is named."""
-    config = DecoderConfig(M, T, 12, attention='mla', kv_lora_rank=5)
+    config = decoder_config(M, T, 12, attention='mla', kv_lora_rank=5)
     with self.assertRaisesRegex(ValueError, "attention='mla' .*use 'mha'"):
       probing.copying_score(config, {})
 
@@ -384,7 +384,7 @@ class CopyingScoreTest(parameterized.TestCase):
 class TableTest(parameterized.TestCase):
   def test_attention_maps(self):
     """Those that each layer, called by hand, takes of its input."""
-    config = DecoderConfig(
+    config = decoder_config(
       M, T, 12, num_layers=2, num_heads=(3, 2), head_dim=5, positions='none'
     )
     params = draw_params(config)
@@ -409,7 +409,9 @@ class TableTest(parameterized.TestCase):
 
   def test_rows(self):
     """A row for each head, each score that of its function, as a number."""
-    config = DecoderConfig(M, T, 12, num_layers=2, num_heads=(3, 2), head_dim=5)
+    config = decoder_config(
+      M, T, 12, num_layers=2, num_heads=(3, 2), head_dim=5
+    )
     params = draw_params(config)
     rows = probing.head_scores(config, params, TOKENS, [5, 10], QUERIES)
     heads = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
@@ -437,7 +439,7 @@ class TableTest(parameterized.TestCase):
 
   def test_undefined(self):
     """None where no query counts or the variant has no such score."""
-    config = DecoderConfig(
+    config = decoder_config(
       M, T, 12, num_heads=H, kv_lora_rank=5, attention='mla'
     )
     tokens = np.arange(T)[None]

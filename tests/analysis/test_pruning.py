@@ -11,11 +11,11 @@ from absl.testing import parameterized
 from oracles import assert_close, normal
 
 from mha_jax.analysis import pruning
-from mha_jax.decoder import DecoderConfig, DecoderLM, generate
+from mha_jax.decoder import DecoderLM, decoder_config, generate
 from mha_jax.tasks import Batch
 
 B, T, M, D = 5, 7, 11, 13
-CONFIG = DecoderConfig(
+CONFIG = decoder_config(
   vocab_size=M,
   max_len=T,
   d_model=D,
@@ -268,7 +268,7 @@ class PlantedTest(parameterized.TestCase):
 
   def setUp(self):
     super().setUp()
-    self.config = DecoderConfig(
+    self.config = decoder_config(
       vocab_size=M,
       max_len=T,
       d_model=M,
@@ -327,7 +327,7 @@ class OrderTest(parameterized.TestCase):
 def pruned(name):
   """Of a case config, parameters, gates, smaller config and parameters."""
   options, keep = PRUNED[name]
-  config = DecoderConfig(
+  config = decoder_config(
     vocab_size=M,
     max_len=T,
     num_layers=2,
@@ -505,7 +505,7 @@ class ErrorsTest(parameterized.TestCase):
 class KeepMostTest(parameterized.TestCase):
   """Which heads stay."""
 
-  CONFIG = DecoderConfig(7, 9, d_model=16, num_layers=2, num_heads=4)
+  CONFIG = decoder_config(7, 9, d_model=16, num_layers=2, num_heads=4)
 
   SCORES = np.array([[4.0, 1.0, 3.0, 8.0], [0.1, 0.2, 0.4, 0.3]])
 

@@ -25,7 +25,7 @@ from mha_jax.attention import (
   multihead_attention,
 )
 from mha_jax.attention.one_head import block_pairs
-from mha_jax.decoder import DecoderConfig, DecoderLM, generate
+from mha_jax.decoder import DecoderLM, decoder_config, generate
 
 B, H, N, K, V = 8, 6, 3, 5, 7
 ROWS = PartitionSpec('data')
@@ -215,7 +215,7 @@ class RowsTest(parameterized.TestCase):
 
   def test_generate(self):
     """A whole model continues prompts of several devices."""
-    model = DecoderLM(DecoderConfig(vocab_size=11, max_len=16, num_heads=4))
+    model = DecoderLM(decoder_config(vocab_size=11, max_len=16, num_heads=4))
     prompts = jnp.asarray(np.arange(B * 5).reshape(B, 5) % 11)
     variables = model.init(jax.random.key(0), prompts)
     mesh = mesh_of('Auto')  # Flax's Embed refuses indices of an explicit one

@@ -20,7 +20,7 @@ from experiments import benchmark
 from experiments.figures import speed
 from experiments.harness import timing
 from experiments.suites import case, decoder
-from mha_jax.decoder import DecoderConfig, DecoderLM
+from mha_jax.decoder import DecoderLM, decoder_config
 
 
 class BenchmarkTest(parameterized.TestCase):
@@ -81,7 +81,7 @@ class BenchmarkTest(parameterized.TestCase):
     """The peers' decoders have the parameters of ours, with and without MLP."""
     tokens = jnp.zeros((1, 7), jnp.int32)
     for f in (0, 11):
-      model = DecoderConfig(13, 7, 6, num_layers=2, num_heads=3, mlp_dim=f)
+      model = decoder_config(13, 7, 6, num_layers=2, num_heads=3, mlp_dim=f)
       peer = nnx.eval_shape(
         lambda model=model: decoder.NnxDecoder(model, nnx.Rngs(0))
       )

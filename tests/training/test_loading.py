@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from absl.testing import parameterized
 from oracles import assert_same_bits
 
-from mha_jax.decoder import DecoderConfig, DecoderLM, generate
+from mha_jax.decoder import DecoderLM, decoder_config, generate
 from mha_jax.tasks import TextTask
 from mha_jax.training import run, train
 from mha_jax.training.loading import load_model
@@ -27,7 +27,7 @@ class LoadTest(parameterized.TestCase):
     text = self.folder / 'text'
     text.write_text('to be or not to be\n' * 50)
     task = TextTask(7, str(text))
-    model = DecoderConfig(
+    model = decoder_config(
       task.vocab_size,
       task.max_len,
       d_model=6,

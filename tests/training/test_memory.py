@@ -9,7 +9,7 @@ from unittest import mock
 import jax
 from absl.testing import parameterized
 
-from mha_jax.decoder import DecoderConfig
+from mha_jax.decoder import decoder_config
 from mha_jax.tasks import CopyTask
 from mha_jax.training import memory, train
 from mha_jax.training.train import Experiment, OptimizerConfig, TrainConfig
@@ -21,7 +21,7 @@ def make(
   task = CopyTask(length=length, num_symbols=num_symbols)
   sizes = {'vocab_size': task.vocab_size, 'max_len': task.max_len}
   return Experiment(
-    DecoderConfig(**sizes, **({'d_model': 24, 'num_heads': 3} | model)),
+    decoder_config(**sizes, **({'d_model': 24, 'num_heads': 3} | model)),
     task,
     OptimizerConfig(warmup_steps=1),
     TrainConfig(steps=3, batch_size=batch_size),

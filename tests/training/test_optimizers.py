@@ -10,7 +10,7 @@ import optax
 from absl.testing import parameterized
 from oracles import assert_same_bits
 
-from mha_jax.decoder import DecoderConfig
+from mha_jax.decoder import decoder_config
 from mha_jax.tasks import CopyTask
 from mha_jax.training import train
 from mha_jax.training.train import Experiment, OptimizerConfig, TrainConfig
@@ -22,7 +22,7 @@ STEPS = 4
 def experiment(**options) -> Experiment:
   task = CopyTask(3, 5)
   return Experiment(
-    DecoderConfig(task.vocab_size, task.max_len, d_model=8),
+    decoder_config(task.vocab_size, task.max_len, d_model=8),
     task,
     OptimizerConfig(warmup_steps=2, **options),
     TrainConfig(steps=11),

@@ -7,7 +7,7 @@ from unittest import mock
 
 from absl.testing import parameterized
 
-from mha_jax.decoder import DecoderConfig
+from mha_jax.decoder import decoder_config
 from mha_jax.training import record
 
 CONFIG = {'model': {'d_model': 8, 'head_dim': None}, 'rate': 0.003}
@@ -29,7 +29,7 @@ class FilesTest(RecordTestCase):
     )
     config = record.as_json({'model': {'a': (1, 2)}})
     self.assertEqual(config, {'model': {'a': [1, 2]}})
-    decoder = record.as_json(DecoderConfig(vocab_size=3, max_len=5))
+    decoder = record.as_json(decoder_config(vocab_size=3, max_len=5))
     self.assertEqual(decoder['max_len'], 5)
     self.assertIsNone(decoder['head_dim'])
 

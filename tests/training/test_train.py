@@ -15,14 +15,14 @@ import oracles
 import pytest
 from absl.testing import parameterized
 
-from mha_jax.decoder import DecoderConfig, DecoderLM
+from mha_jax.decoder import DecoderLM, decoder_config
 from mha_jax.tasks import Batch, CopyTask
 from mha_jax.training import train
 from mha_jax.training.train import Experiment, OptimizerConfig, TrainConfig
 
 TASK = CopyTask(length=3, num_symbols=5)
 BASE = Experiment(
-  model=DecoderConfig(TASK.vocab_size, TASK.max_len, d_model=8, num_heads=2),
+  model=decoder_config(TASK.vocab_size, TASK.max_len, d_model=8, num_heads=2),
   task=TASK,
   optimizer=OptimizerConfig(learning_rate=0.02, warmup_steps=3),
   train=TrainConfig(steps=11, batch_size=7, eval_batches=3),

@@ -221,7 +221,7 @@ def decoder_shape(
     mlp = Mlp(config.mlp_dim, gated=False, use_bias=config.use_bias)
   layers = tuple(
     Layer(attention, mlp, windows[i % len(windows)], norms=2 if mlp else 1)
-    for i, attention in enumerate(config.attention_configs)
+    for i, attention in enumerate(config.layers)
   )
-  positions = config.max_len if config.positions == 'learned' else 0
+  positions = config.max_len if config.learned_positions else 0
   return ModelShape(layers, config.vocab_size, positions=positions)

@@ -192,3 +192,9 @@ class YarnScaling(RopeScaling):
 
 def _check_trained_length(length: int) -> None:
   checks.positive('original_max_position_embeddings', length)
+
+
+SCALINGS: dict[str, type[RopeScaling]] = {
+  x.__name__: x for x in (LinearScaling, Llama3Scaling, YarnScaling)
+}
+"""The scalings by name, as records tell them."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import typing
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,6 +48,42 @@ VARIANTS: dict[str, Variant] = {
     TiedConfig, required={'num_kv_heads': DIVISOR, 'head_dim': WIDTH}
   ),
 }
+
+
+def option_types() -> dict[str, Any]:
+  """Collects the options of all variants, by name, with their types."""
+  types: dict[str, Any] = {}
+  for variant in VARIANTS.values():
+    hints = typing.get_type_hints(variant.config)
+    types |= {name: hints[name] for name in variant.options}
+  return types
+
+
+def name_of(config: AttentionConfig) -> str:
+  """Names the variant that a config is, the most special one that fits.
+
+  A class that has no row is named module:Class.
+  """
+  fitting = [
+    name
+    for name, variant in VARIANTS.items()
+    if variant.config is type(config) and _settles(variant, config)
+  ]
+  if not fitting:
+    return f'{type(config).__module__}:{type(config).__qualname__}'
+  rows = [(name, VARIANTS[name]) for name in fitting]
+  return max(rows, key=lambda x: len(x[1].fixed) + len(x[1].equal))[0]
+
+
+def _settles(variant: Variant, config: AttentionConfig) -> bool:
+  """Tells whether a config has what the variant's name settles."""
+  wanted = {name: getattr(config, x) for name, x in variant.equal.items()}
+  none_or_same = all(
+    getattr(config, name) in (None, value) for name, value in wanted.items()
+  )
+  return none_or_same and all(
+    getattr(config, name) == value for name, value in variant.fixed.items()
+  )
 
 
 def build(kind: str, **options: Any) -> AttentionConfig:

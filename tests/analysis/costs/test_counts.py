@@ -33,7 +33,7 @@ from mha_jax.attention import (
   init_cache,
   init_table,
 )
-from mha_jax.decoder import DecoderConfig, DecoderLM
+from mha_jax.decoder import DecoderLM, decoder_config
 
 
 class PublishedTablesTest(parameterized.TestCase):
@@ -197,7 +197,7 @@ class RealModelsTest(parameterized.TestCase):
 
     @given(options_of(attention), st.data())
     def check(options, data):
-      config = DecoderConfig(**options)
+      config = decoder_config(**options)
       model = DecoderLM(config)
       tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
       tree = jax.eval_shape(model.init, jax.random.key(0), tokens)['params']
@@ -281,7 +281,7 @@ class RealModelsTest(parameterized.TestCase):
 
   def test_score_bytes_are_the_weights(self):
     """Of the arrays that the exact form returns on request."""
-    config = DecoderConfig(11, 13, d_model=12, num_heads=3, num_layers=2)
+    config = decoder_config(11, 13, d_model=12, num_heads=3, num_layers=2)
     model, tokens = DecoderLM(config), jnp.zeros((5, 7), int)
     _, state = jax.eval_shape(
       lambda key: model.apply(
@@ -362,7 +362,7 @@ class ShapesTest(parameterized.TestCase):
 
   def test_decoders_whose_layers_differ(self):
     """Layers of other numbers of heads, as pruning leaves them."""
-    config = DecoderConfig(
+    config = decoder_config(
       11, 13, d_model=12, num_layers=2, num_heads=(3, 1), head_dim=4
     )
     shape = decoder_shape(config)

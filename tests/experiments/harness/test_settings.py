@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from configs import copy_task, recall, text
 from experiments.harness import settings
 from experiments.harness.settings import experiment_from
-from mha_jax.decoder import DecoderConfig
+from mha_jax.decoder import decoder_config
 from mha_jax.tasks import CopyTask, InductionTask, RecallTask, Task
 from mha_jax.training import record
 from mha_jax.training.loading import load_model
@@ -42,7 +42,7 @@ class ExperimentTest(parameterized.TestCase):
     self.assertEqual(experiment.task, CopyTask(6, 3, pairs=True))
     self.assertEqual(
       experiment.model,
-      DecoderConfig(14, 9, num_heads=8, normalize_qk='rms'),
+      decoder_config(14, 9, num_heads=8, normalize_qk='rms'),
     )
     self.assertEqual(experiment.optimizer, OptimizerConfig(b2=0.9))
     self.assertEqual(experiment.train, TrainConfig(seed=5, steps=300))
