@@ -133,6 +133,7 @@ def _check_residual(attention: Any, first: AttentionConfig) -> None:
 def decoder_config(
   vocab_size: int,
   max_len: int,
+  d_model: int = 64,
   *,
   attention: str = 'mha',
   num_layers: int = 1,
@@ -153,6 +154,7 @@ def decoder_config(
   Args:
     vocab_size: the number of tokens.
     max_len: the longest sequence; only learned positions need it.
+    d_model: width of the residual stream.
     attention: 'mha', 'gqa', 'mqa', 'mla' or 'gta', a name in `VARIANTS`.
     num_layers: number of blocks.
     positions: 'learned', 'rope' or 'none'.
@@ -163,7 +165,7 @@ def decoder_config(
     dtype: the dtype to compute in; parameters are float32.
     layers: for each layer the options of its attention that differ from the
       others', attention, positions and rope_theta among them; None: none do.
-    **options: of the variant; d_model is 64 and num_heads 4 unless given.
+    **options: of the variant; num_heads is 4 unless given.
 
   Raises:
     ValueError: sizes do not fit, or an option is unknown.
@@ -172,7 +174,7 @@ def decoder_config(
     'attention': attention,
     'positions': positions,
     'rope_theta': rope_theta,
-    'd_model': 64,
+    'd_model': d_model,
     'num_heads': 4,
     'use_bias': use_bias,
     **options,

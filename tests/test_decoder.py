@@ -11,19 +11,33 @@ import numpy as np
 import oracles
 from absl.testing import parameterized
 
-from mha_jax.attention import masks
-from mha_jax.decoder import DecoderConfig, DecoderLM, decoder_config
+from mha_jax.analysis import probing
+from mha_jax.analysis.costs import decoder_shape, num_params
+from mha_jax.attention import GroupedConfig, LatentConfig, masks
+from mha_jax.decoder import (
+  DecoderConfig,
+  DecoderLM,
+  decoder_config,
+  generate,
+)
 from mha_jax.linen import Parameters
+from mha_jax.training import memory
 
 B, T, M, MAX_LEN = 2, 7, 23, 11
-CONFIG = decoder_config(
-  vocab_size=M, max_len=MAX_LEN, d_model=12, num_layers=2, num_heads=3
-)
+OPTIONS = {
+  'vocab_size': M,
+  'max_len': MAX_LEN,
+  'd_model': 12,
+  'num_layers': 2,
+  'num_heads': 3,
+}
+CONFIG = decoder_config(**OPTIONS)
+UNEVEN = ({'num_heads': 2, 'head_dim': 5}, {'num_heads': 3, 'head_dim': 5})
 VARIANTS = {'mha': (6, None), 'gqa': (6, 3), 'mqa': (6, None)}
 
 
 def make(**options) -> DecoderConfig:
-  return dataclasses.replace(CONFIG, **options)
+  return decoder_config(**OPTIONS | options)
 
 
 def variant(name: str, **options) -> DecoderConfig:
@@ -93,20 +107,22 @@ def expected(config: DecoderConfig, params, tokens) -> np.ndarray:
     return x @ block[name]['kernel'] + block[name].get('bias', 0.0)
 
   x = p['embed']['embedding'][tokens]
-  if config.positions == 'learned':
+  if config.learned_positions:
     x = x + p['positions']['embedding'][: tokens.shape[1]]
-  rope = (config.rope_theta, 'half') if config.positions == 'rope' else None
-  for layer in range(config.num_layers):
-    block = p[f'block_{layer}']
+  for index, attention in enumerate(config.layers):
+    block, rope = p[f'block_{index}'], attention.rope
     options = {
       'allowed': np.tri(tokens.shape[1], dtype=bool),
-      'softcap': config.logit_softcap,
+      'softcap': attention.logit_softcap,
     }
-    if config.attention == 'mla':
-      layer = functools.partial(oracles.latent, theta=config.rope_theta)
+    if isinstance(attention, LatentConfig):
+      theta = 10_000.0 if rope is None else rope.theta
+      layer = functools.partial(oracles.latent, theta=theta)
     else:
       layer = functools.partial(
-        oracles.layer, kind=config.normalize_qk, rope=rope
+        oracles.layer,
+        kind=attention.normalize_qk or None,
+        rope=None if rope is None else (rope.theta, 'half'),
       )
     normed = rms('attention_norm', x, block)
     x = x + layer(block['attention'], normed, **options)[0]
@@ -127,10 +143,17 @@ class OracleTest(parameterized.TestCase):
       'theta_softcap',
       make(positions='rope', rope_theta=9.0, logit_softcap=2.0),
     ),
-    ('heads_by_layer', make(num_heads=(2, 3), head_dim=5)),
+    ('heads_by_layer', make(layers=UNEVEN)),
     (
       'gqa_by_layer',
-      make(attention='gqa', num_heads=[6, 2], num_kv_heads=[3, 1], head_dim=5),
+      make(
+        attention='gqa',
+        head_dim=5,
+        layers=(
+          {'num_heads': 6, 'num_kv_heads': 3},
+          {'num_heads': 2, 'num_kv_heads': 1},
+        ),
+      ),
     ),
     ('mla_learned', make(attention='mla', kv_lora_rank=7)),
     (
@@ -318,44 +341,82 @@ class HeadGatesTest(parameterized.TestCase):
 
 
 class LayersTest(parameterized.TestCase):
-  """Layers with different numbers of heads."""
+  """Layers with attentions of their own."""
+
+  def test_one_or_many(self):
+    """Equal attentions are one, also in a list; num_layers counts them."""
+    first, second = make(layers=UNEVEN).layers
+    self.assertEqual(CONFIG.layers, (CONFIG.attention,) * 2)
+    for config in (
+      DecoderConfig(M, MAX_LEN, [CONFIG.attention] * 2),
+      DecoderConfig(M, MAX_LEN, CONFIG.attention, 2),
+      dataclasses.replace(CONFIG),
+    ):
+      self.assertEqual(config, CONFIG)
+      self.assertEqual(hash(config), hash(CONFIG))
+    config = DecoderConfig(M, MAX_LEN, [first, second])
+    self.assertEqual(config, make(layers=UNEVEN))
+    self.assertEqual((config.num_layers, config.d_model), (2, 12))
+    self.assertEqual([x.num_heads for x in config.layers], [2, 3])
 
   @parameterized.parameters(
-    ([3, 3], None, 3, None),
-    ((2, 3), 5, (2, 3), None),
-    ([np.int64(2), 3], 5, (2, 3), None),
-    (6, 5, 6, (3, 2)),
+    ({}, True),
+    ({'positions': 'rope'}, False),
+    ({'positions': 'none'}, False),
+    ({'layers': ({'positions': 'rope'}, {})}, True),
+    ({'layers': ({'positions': 'rope'}, {'positions': 'none'})}, False),
   )
-  def test_fields(self, num_heads, head_dim, wanted, num_kv_heads):
-    """Lists become tuples of plain integers, or one where all are equal."""
-    kind = 'mha' if num_kv_heads is None else 'gqa'
-    config = make(
-      attention=kind,
-      num_heads=num_heads,
-      num_kv_heads=num_kv_heads and list(num_kv_heads),
-      head_dim=head_dim,
-    )
-    self.assertEqual(config.num_heads, wanted)
-    self.assertEqual(config.num_kv_heads, num_kv_heads)
-    self.assertEqual(hash(config), hash(dataclasses.replace(config)))
-    if isinstance(wanted, tuple):
-      self.assertIs(type(config.num_heads[0]), int)
-    got = [x.num_heads for x in config.attention_configs]
-    self.assertEqual(got, np.broadcast_to(wanted, 2).tolist())
+  def test_learned_positions(self, options, wanted):
+    """They are added where a layer's options ask for them."""
+    config = make(head_dim=4, **options)
+    self.assertEqual(config.learned_positions, wanted)
+    self.assertEqual('positions' in shapes(config), wanted)
 
-  def test_one_config(self):
-    """There is one as long as layers are equal."""
-    self.assertEqual(CONFIG.attention_configs, (CONFIG.attention_config,) * 2)
-    config = make(num_heads=(2, 3), head_dim=5)
-    with self.assertRaisesRegex(ValueError, r'\(2, 3\) differs by layer; use'):
-      config.attention_config  # noqa: B018
-    config = make(attention='gqa', num_heads=6, num_kv_heads=(2, 3))
-    with self.assertRaisesRegex(ValueError, r'num_kv_heads=\(2, 3\) differs'):
-      config.attention_config  # noqa: B018
+  def test_learned_positions_by_themselves(self):
+    """Without a word they are there unless a layer turns its heads."""
+    turned = make(positions='rope', head_dim=4).attention
+    for attention, wanted in (
+      (CONFIG.attention, True),
+      (turned, False),
+      ((CONFIG.attention, turned), False),
+    ):
+      config = DecoderConfig(M, MAX_LEN, attention)
+      self.assertEqual(config.learned_positions, wanted)
+
+  def test_all_kinds_at_once(self):
+    """MHA with RoPE, MLA, and MQA: passes, steps, gradients, scores."""
+    config = make(
+      num_layers=3,
+      mlp_dim=5,
+      layers=(
+        {'positions': 'rope', 'head_dim': 4},
+        {'attention': 'mla', 'kv_lora_rank': 7, 'positions': 'none'},
+        {'attention': 'mqa', 'head_dim': 5, 'positions': 'none'},
+      ),
+    )
+    model, params, tokens = DecoderLM(config), init(config), draw_tokens()
+    wanted = expected(config, params, tokens)
+    oracles.assert_close(apply(config, params), wanted, 1e-5)
+    self.assertEqual(sum(memory.num_params(config)), costs_of(params))
+    shape = decoder_shape(config)
+    self.assertEqual(num_params(shape).total, costs_of(params))
+    step, cache = jax.jit(model.apply), model.init_cache(B, T)
+    for part, till in ((tokens[:, :3], 3), (tokens[:, 3:], T)):
+      logits, cache = step({'params': params}, part, cache=cache)
+      oracles.assert_close(logits[:, -1], wanted[:, till - 1], 1e-5)
+    made, count = generate(model, {'params': params}, tokens, max_new_tokens=2)
+    again = np.concatenate([tokens, made[:, :1]], axis=1)
+    best = np.argmax(apply(config, params, again)[:, -2:], axis=-1)
+    np.testing.assert_array_equal(made, best)
+    np.testing.assert_array_equal(count, 2)
+    rows = probing.head_scores(config, params, tokens)
+    self.assertLen(rows, 9)
+    grads = jax.grad(lambda p: jnp.sum(model.apply({'params': p}, tokens) ** 2))
+    chex.assert_tree_all_finite(grads(params))
 
   def test_gates(self):
     """A sequence of (h,) arrays."""
-    config = make(num_heads=(2, 3), head_dim=5)
+    config = make(layers=UNEVEN)
     params = init(config)
     gated = apply(config, params, head_gates=[np.array([1, 0]), [0.5, 1, 1]])
     first, second = (params[f'block_{i}']['attention']['out'] for i in (0, 1))
@@ -370,7 +431,7 @@ class LayersTest(parameterized.TestCase):
 
   def test_cache(self):
     """A cache of each layer's own heads, and no other, gives the full pass."""
-    config = make(num_heads=(2, 3), head_dim=5)
+    config = make(layers=UNEVEN)
     model, params, tokens = DecoderLM(config), init(config), draw_tokens()
     cache = model.init_cache(B, T)
     self.assertEqual([x.entries[0].shape[1] for x in cache], [2, 3])
@@ -384,25 +445,41 @@ class LayersTest(parameterized.TestCase):
       model.apply({'params': params}, tokens, cache=cache[::-1])
 
   @parameterized.parameters(
-    ({'num_heads': (2, 3)}, r'head_dim=None .*\(2, 3\).*d_model=12.*head_dim'),
+    ({'layers': ({},)}, 'layers of length 1 .* num_layers=2'),
+    ({'layers': ({'num_heads': 0}, {})}, 'num_heads=0 must be a positive'),
+    ({'layers': ({'heads': 2}, {})}, "heads=2 is no option of 'mha'"),
+    ({'layers': ({'positions': 'x'}, {})}, "positions='x' must be in"),
+    ({'layers': ({'d_model': 6}, {})}, 'd_model=6'),
     (
-      {'attention': 'mla', 'kv_lora_rank': 3, 'num_heads': (2, 3)},
-      'qk_nope_head_dim=None .*give qk_nope_head_dim',
-    ),
-    ({'num_heads': (1, 2, 3)}, r'num_heads=\(1, 2, 3\) .* of num_layers=2'),
-    ({'num_heads': ()}, r'num_heads=\(\) must be'),
-    ({'num_heads': (2, 0)}, r'num_heads\[1\]=0 must be a positive integer'),
-    ({'num_heads': (2, 1.5)}, r'num_heads\[1\]=1.5 must be a positive'),
-    ({'num_kv_heads': (3, 2)}, "num_kv_heads=2 must be 3 or None in 'mha'"),
-    (
-      {'attention': 'gqa', 'num_kv_heads': (3, 2)},
+      {'layers': ({'attention': 'gqa', 'num_kv_heads': 2}, {})},
       'num_kv_heads=2 must divide num_heads=3',
+    ),
+    (
+      {'out_features': 5},
+      r'takes inputs of \(12, 12, 12\) features and gives 5',
     ),
   )
   def test_errors(self, options, message):
     """What does not fit a layer is refused when the config is made."""
     with self.assertRaisesRegex(ValueError, message):
       make(**options)
+
+  @parameterized.parameters(
+    ('mha', "attention='mha' must be an AttentionConfig, as GroupedConfig"),
+    ((), 'attention of 0 layers'),
+    ([None], 'attention=None must be'),
+    ([CONFIG.attention] * 3, 'attention of 3 layers .* num_layers=2'),
+    (GroupedConfig(12, 3, key_features=5), r'inputs of \(12, 5, 5\) features'),
+  )
+  def test_what_is_no_attention(self, attention, message):
+    """One line says what to pass."""
+    with self.assertRaisesRegex(ValueError, message):
+      DecoderConfig(M, MAX_LEN, attention, 2)
+
+
+def costs_of(params) -> int:
+  """The number of all parameters."""
+  return sum(x.size for x in jax.tree.leaves(params))
 
 
 class MaskTest(parameterized.TestCase):

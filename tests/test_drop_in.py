@@ -35,7 +35,7 @@ from mha_jax.attention import (
   checks,
   masks,
 )
-from mha_jax.decoder import DecoderConfig, DecoderLM, decoder_config, generate
+from mha_jax.decoder import DecoderLM, decoder_config, generate
 from tests import test_flax_arguments
 
 B, T, D, H = 2, 5, 6, 3
@@ -388,7 +388,7 @@ class NumbersTest(parameterized.TestCase):
       (YarnScaling, {'factor': 2.0, 'original_max_position_embeddings': 16}),
       (Norm, {'kind': 'rms', 'size': 5, 'epsilon': 0.5}),
       (GroupedConfig, {'d_model': D, 'num_heads': H, 'logit_softcap': 2.0}),
-      (DecoderConfig, {'vocab_size': 7, 'max_len': 5, 'dropout_rate': 0.5}),
+      (decoder_config, {'vocab_size': 7, 'max_len': 5, 'dropout_rate': 0.5}),
       (Dropout, {'key': jax.random.key(0), 'rate': 0.5}),
     ):
       given = {

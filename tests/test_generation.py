@@ -105,8 +105,8 @@ class GreedyTest(parameterized.TestCase):
     model, variables, prompts = make(num_heads=4)
     chex.clear_trace_counter()
     counted = chex.assert_max_traces(n=1)(generation._generate.__wrapped__)
-    names = ('model', 'max_new_tokens', 'greedy', 'top_k', 'stop_tokens')
-    jitted = jax.jit(counted, static_argnames=(*names, 'pad_token', 'capacity'))
+    names = ('model', 'choice', 'capacity')
+    jitted = jax.jit(counted, static_argnames=names)
     with mock.patch.object(generation, '_generate', jitted):
       # Learned positions suffice for the longest prompt, not for T tokens.
       for lengths in ([4, 2, 3], [1, 2, 3]):

@@ -87,7 +87,7 @@ def _defaults(kind: Any) -> dict[str, tuple[Any, tuple[Any, ...]]]:
   found: dict[str, tuple[Any, tuple[Any, ...]]] = {
     x.name: (x.default, ()) for x in own if x.name != 'layers'
   }
-  found |= {'d_model': (64, ()), 'num_heads': (4, ())}
+  found['num_heads'] = (4, ())
   for name, types in option_types().items():
     if name not in UNSET:
       found.setdefault(name, (None, typing.get_args(types) or (types,)))

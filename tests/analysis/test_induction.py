@@ -24,7 +24,12 @@ class InductionTest(parameterized.TestCase):
     the loss on repeats rises by more than without any other."""
     task = InductionTask(64, 64, min_period=16, max_period=32)
     model = decoder_config(
-      64, 64, d_model=64, num_layers=2, num_heads=HEADS, head_dim=16
+      64,
+      64,
+      d_model=64,
+      num_layers=2,
+      head_dim=16,
+      layers=[{'num_heads': h} for h in HEADS],
     )
     experiment = train.Experiment(
       model, task, train.OptimizerConfig(), train.TrainConfig(steps=1000)

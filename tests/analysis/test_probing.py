@@ -304,6 +304,9 @@ class RolloutTest(parameterized.TestCase):
       np.testing.assert_array_equal(found, [np.eye(T)] * B)
 
 
+UNEVEN = ({'num_heads': 3}, {'num_heads': 2})
+
+
 def draw_params(config: DecoderConfig, seed: int = 0):
   """Random parameters, scales and biases too."""
   init = DecoderLM(config).init
@@ -339,7 +342,7 @@ class CopyingScoreTest(parameterized.TestCase):
     {},
     {'attention': 'gqa', 'num_heads': 4, 'num_kv_heads': 2, 'use_bias': True},
     {'attention': 'mqa', 'v_head_dim': 5},
-    {'num_heads': (3, 2), 'head_dim': 4},
+    {'head_dim': 4, 'layers': ({'num_heads': 3}, {'num_heads': 2})},
     {'attention': 'gta', 'num_heads': 4, 'num_kv_heads': 2, 'head_dim': 6},
     {'vocab_size': 3},
   )
@@ -385,7 +388,7 @@ class TableTest(parameterized.TestCase):
   def test_attention_maps(self):
     """Those that each layer, called by hand, takes of its input."""
     config = decoder_config(
-      M, T, 12, num_layers=2, num_heads=(3, 2), head_dim=5, positions='none'
+      M, T, 12, num_layers=2, head_dim=5, positions='none', layers=UNEVEN
     )
     params = draw_params(config)
     maps = probing.attention_maps(config, params, TOKENS)
@@ -409,9 +412,7 @@ class TableTest(parameterized.TestCase):
 
   def test_rows(self):
     """A row for each head, each score that of its function, as a number."""
-    config = decoder_config(
-      M, T, 12, num_layers=2, num_heads=(3, 2), head_dim=5
-    )
+    config = decoder_config(M, T, 12, num_layers=2, head_dim=5, layers=UNEVEN)
     params = draw_params(config)
     rows = probing.head_scores(config, params, TOKENS, [5, 10], QUERIES)
     heads = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]

@@ -113,7 +113,7 @@ def draw():
 
 def gates_of(config, keep):
   """Ones for the heads that stay, zeros for the others."""
-  gates = [np.zeros(x.num_heads) for x in config.attention_configs]
+  gates = [np.zeros(x.num_heads) for x in config.layers]
   for layer, heads in enumerate(keep):
     gates[layer][heads] = 1
   return gates
@@ -323,6 +323,12 @@ class OrderTest(parameterized.TestCase):
     )
 
 
+def with_attention(config, **changes):
+  """The decoder with other options of its attention."""
+  attention = dataclasses.replace(config.attention, **changes)
+  return dataclasses.replace(config, attention=attention)
+
+
 @functools.cache
 def pruned(name):
   """Of a case config, parameters, gates, smaller config and parameters."""
@@ -357,32 +363,40 @@ class PruneTest(oracles.X64TestCase):
       jax.tree.map(np.shape, few), jax.tree.map(np.shape, wanted)
     )
     heads = [int(np.sum(x)) for x in gates]
-    found = [x.num_heads for x in smaller.attention_configs]
+    found = [x.num_heads for x in smaller.layers]
     self.assertEqual(found, heads)
 
   @parameterized.parameters(
     ('mha', (2, 1), None, 4),
     ('mha_named', (1, 2), (1, 2), 4),
     ('gqa', 2, (2, 1), 2),
-    ('mqa', (3, 1), None, 4),
+    ('mqa', (3, 1), 1, 4),
     ('mla', (2, 1), None, None),
     ('mla_learned', 1, None, None),
     ('gta', (4, 1), (2, 1), 4),
   )
   def test_config(self, name, num_heads, num_kv_heads, head_dim):
-    """Tuples where layers differ; a key/value head goes with its queries."""
+    """By layer; a key/value head goes with its queries."""
     _, _, _, smaller, _ = pruned(name)
-    self.assertEqual(smaller.num_heads, num_heads)
-    self.assertEqual(smaller.num_kv_heads, num_kv_heads)
-    self.assertEqual(smaller.head_dim, head_dim)
-    if name == 'mla':
-      self.assertEqual(smaller.qk_nope_head_dim, 4)
+    for layer, attention in enumerate(smaller.layers):
+      found = [
+        getattr(attention, x, None)
+        for x in ('num_heads', 'num_kv_heads', 'head_dim')
+      ]
+      at = [
+        x[layer] if isinstance(x, tuple) else x
+        for x in (num_heads, num_kv_heads, head_dim)
+      ]
+      self.assertEqual(found, at)
+      if name == 'mla':
+        self.assertEqual(attention.qk_nope_head_dim, 4)
 
   def test_all(self):
     """Nothing goes: the very parameters; and the old ones stay as they were."""
     config, params, *_ = pruned('gqa')
     same, kept = pruning.prune_heads(config, params, np.ones((2, 6), bool))
-    self.assertEqual(same, dataclasses.replace(config, head_dim=2))
+    whole = dataclasses.replace(config.attention, head_dim=2)
+    self.assertEqual(same, dataclasses.replace(config, attention=whole))
     oracles.assert_same_bits(kept, params)
     self.assertEqual(params['block_0']['attention']['query']['kernel'].ndim, 3)
 
@@ -452,7 +466,7 @@ class ErrorsTest(parameterized.TestCase):
   )
   def test_nearest(self, heads, message):
     """The fewest heads to bring back or to drop."""
-    config = dataclasses.replace(CONFIG, num_heads=9, num_kv_heads=3)
+    config = with_attention(CONFIG, num_heads=9, num_kv_heads=3)
     with self.assertRaisesRegex(ValueError, message):
       pruning.prune_heads(config, random_params(config), [heads, [0]])
 
@@ -460,7 +474,7 @@ class ErrorsTest(parameterized.TestCase):
     """Those of another model are refused."""
     with self.assertRaisesRegex(ValueError, "without 'block_0'.*variables"):
       pruning.prune_heads(CONFIG, {'params': self.params}, ([0], [0]))
-    other = dataclasses.replace(CONFIG, head_dim=5)
+    other = with_attention(CONFIG, head_dim=5)
     with self.assertRaisesRegex(ValueError, 'made for another config'):
       pruning.prune_heads(other, self.params, ([0], [0]))
 
@@ -496,9 +510,10 @@ class ErrorsTest(parameterized.TestCase):
       pruning.head_importance(CONFIG, self.params, batch, chunk_size=0)
     with self.assertRaisesRegex(ValueError, 'head_gates'):
       pruning.loss_with_gates(CONFIG, self.params, batch, np.ones((2, 3)))
-    uneven = dataclasses.replace(CONFIG, num_heads=(4, 2))
+    fewer = with_attention(CONFIG, num_heads=2).attention
+    uneven = dataclasses.replace(CONFIG, attention=(CONFIG.attention, fewer))
     for measure in (pruning.head_importance, pruning.ablation_losses):
-      with self.assertRaisesRegex(ValueError, r'num_heads=\(4, 2\) .* same'):
+      with self.assertRaisesRegex(ValueError, r'num_heads=\[4, 2\] .* same'):
         measure(uneven, self.params, batch)
 
 
@@ -520,7 +535,7 @@ class KeepMostTest(parameterized.TestCase):
 
   def test_groups(self):
     """Query heads of one key/value head go together: 5 against 11."""
-    config = dataclasses.replace(self.CONFIG, attention='gqa', num_kv_heads=2)
+    config = with_attention(self.CONFIG, num_kv_heads=2)
     keep = pruning.keep_most(config, self.SCORES, 0.5)
     self.assertEqual(
       keep.tolist(), [[False, False, True, True], [False, False, True, True]]

@@ -51,7 +51,7 @@ class VariantsTest(parameterized.TestCase):
     self.assertEqual(result.code, 0, result)
     self.assertIn('step 2 ', result.out)
     model = init.call_args.args[0].model
-    self.assertEqual(num_params(model.attention_config.table), attention_params)
+    self.assertEqual(num_params(model.layers[0].table), attention_params)
 
 
 class TrainTest(parameterized.TestCase):
@@ -92,7 +92,7 @@ class TrainTest(parameterized.TestCase):
   def test_overrides(self):
     """They reach config.json, beside what the file says."""
     config = json.loads((self.workdir / 'config.json').read_text())
-    self.assertEqual(config['model']['num_heads'], 2)
+    self.assertEqual(config['model']['attention']['num_heads'], 2)
     self.assertEqual(config['model']['attention'], 'mqa')
     self.assertEqual(config['optimizer']['learning_rate'], 0.01)
     self.assertEqual(config['train']['steps'], 10)
@@ -117,7 +117,7 @@ class TrainTest(parameterized.TestCase):
     for part in (
       f'workdir={self.workdir}',
       'train.steps: 10 -> 20',
-      'model.d_model: 16 -> 8',
+      'model.attention.d_model: 16 -> 8',
       'choose another --workdir',
     ):
       self.assertIn(part, result.err)

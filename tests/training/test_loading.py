@@ -10,7 +10,7 @@ from oracles import assert_same_bits
 
 from mha_jax.decoder import DecoderLM, decoder_config, generate
 from mha_jax.tasks import TextTask
-from mha_jax.training import run, train
+from mha_jax.training import record, run, train
 from mha_jax.training.loading import load_model
 from mha_jax.training.record import RecordError
 
@@ -32,8 +32,8 @@ class LoadTest(parameterized.TestCase):
       task.max_len,
       d_model=6,
       num_layers=2,
-      num_heads=(2, 1),
       head_dim=3,
+      layers=({'num_heads': 2}, {'num_heads': 1}),
     )
     experiment = train.Experiment(
       model,
@@ -70,7 +70,7 @@ class LoadTest(parameterized.TestCase):
 
   def test_no_checkpoint(self):
     self.workdir.mkdir()
-    model = {'vocab_size': 5, 'max_len': 3}
+    model = record.as_json(decoder_config(5, 3))
     config = {'model': model, 'optimizer': {}, 'train': {}}
     (self.workdir / 'config.json').write_text(json.dumps(config))
     with self.assertRaisesRegex(RecordError, 'holds no checkpoint'):

@@ -41,7 +41,11 @@ class SizesTest(parameterized.TestCase):
     {'num_layers': 2, 'mlp_dim': 13, 'use_bias': True, 'positions': 'none'},
     {'attention': 'gqa', 'num_heads': 4, 'num_kv_heads': 2},
     {'attention': 'mla', 'kv_lora_rank': 5},
-    {'num_layers': 2, 'num_heads': (3, 2), 'head_dim': 7},
+    {
+      'num_layers': 2,
+      'head_dim': 7,
+      'layers': ({'num_heads': 3}, {'num_heads': 2}),
+    },
   )
   def test_params_and_state(self, **model):
     """Exactly those of the model; with gradients and AdamW's two moments."""

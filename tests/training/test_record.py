@@ -31,7 +31,8 @@ class FilesTest(RecordTestCase):
     self.assertEqual(config, {'model': {'a': [1, 2]}})
     decoder = record.as_json(decoder_config(vocab_size=3, max_len=5))
     self.assertEqual(decoder['max_len'], 5)
-    self.assertIsNone(decoder['head_dim'])
+    self.assertEqual(decoder['attention']['kind'], 'mha')
+    self.assertIsNone(decoder['attention']['head_dim'])
 
   def test_another_config_is_refused(self):
     """The error names folder, fields and both values; nothing changes."""

@@ -21,8 +21,14 @@ from mha_jax.training import train
 from mha_jax.training.train import Experiment, OptimizerConfig, TrainConfig
 
 TASK = CopyTask(length=3, num_symbols=5)
+MODEL = {
+  'vocab_size': TASK.vocab_size,
+  'max_len': TASK.max_len,
+  'd_model': 8,
+  'num_heads': 2,
+}
 BASE = Experiment(
-  model=decoder_config(TASK.vocab_size, TASK.max_len, d_model=8, num_heads=2),
+  model=decoder_config(**MODEL),
   task=TASK,
   optimizer=OptimizerConfig(learning_rate=0.02, warmup_steps=3),
   train=TrainConfig(steps=11, batch_size=7, eval_batches=3),
@@ -31,13 +37,14 @@ BASE = Experiment(
 
 def make(base: Experiment = BASE, **sections) -> Experiment:
   """BASE with other fields: make(model={'num_heads': 4})."""
-  return dataclasses.replace(
-    base,
-    **{
-      name: dataclasses.replace(getattr(base, name), **fields)
-      for name, fields in sections.items()
-    },
-  )
+  model = sections.pop('model', None)
+  changed = {
+    name: dataclasses.replace(getattr(base, name), **fields)
+    for name, fields in sections.items()
+  }
+  if model is not None:
+    changed['model'] = decoder_config(**MODEL | model)
+  return dataclasses.replace(base, **changed)
 
 
 DROPOUT = make(model={'dropout_rate': 0.3})

@@ -154,7 +154,7 @@ VARIANTS = {
     }
   ),
   'mqa': st.fixed_dictionaries({'num_heads': st.sampled_from([2, 5])})
-  | st.just({'num_heads': (3, 2), 'head_dim': 4}),
+  | st.just({'head_dim': 4, 'layers': ({'num_heads': 3}, {'num_heads': 2})}),
   'mla': st.fixed_dictionaries(
     {
       'num_heads': st.sampled_from([2, 5]),
@@ -217,7 +217,7 @@ class RealModelsTest(parameterized.TestCase):
         self.assertEqual(getattr(params, part), count, part)
       self.assertEqual(params.total, sum(parts.values()))
       looked_up = config.vocab_size
-      looked_up += config.max_len * (config.positions == 'learned')
+      looked_up += config.max_len * config.learned_positions
       self.assertEqual(params.active, params.total - looked_up * config.d_model)
 
       batch, length = (
@@ -293,7 +293,7 @@ class RealModelsTest(parameterized.TestCase):
       jax.random.key(0),
     )
     real = [x.size * 4 for x in jax.tree.leaves(state)]
-    wanted = costs.score_bytes(config.attention_config, 7, 5)
+    wanted = costs.score_bytes(config.layers[0], 7, 5)
     self.assertEqual(real, [wanted] * 2)
 
 
@@ -363,7 +363,12 @@ class ShapesTest(parameterized.TestCase):
   def test_decoders_whose_layers_differ(self):
     """Layers of other numbers of heads, as pruning leaves them."""
     config = decoder_config(
-      11, 13, d_model=12, num_layers=2, num_heads=(3, 1), head_dim=4
+      11,
+      13,
+      d_model=12,
+      num_layers=2,
+      head_dim=4,
+      layers=({'num_heads': 3}, {'num_heads': 1}),
     )
     shape = decoder_shape(config)
     self.assertEqual(cache_elements(shape), 2 * 4 * (3 + 1))

@@ -96,9 +96,15 @@ class ExperimentTest(parameterized.TestCase):
     ({'model': None}, r"config.json: .* gives no \['model'"),
     ({'task.kind': []}, r'config.json: --config.task.kind=\[\] must be in'),
     ({'task.length': None}, 'config.json: --config.task: length=None'),
-    ({'model.d_model': []}, r'config.json: --config.model: d_model=\[\] must'),
+    (
+      {'model.d_model': 9},
+      r"config.json: model records no decoder .*'d_model'",
+    ),
+    ({'model.attention': 'mha'}, "model.attention='mha' is no recorded"),
+    ({'model.attention': {'kind': 'x'}}, "attention.kind='x' cannot be imp"),
+    ({'model.attention': {'kind': 'mha'}}, 'records no decoder .*d_model'),
     ({'model.vocab_size': 99}, 'config.json: model.vocab_size=99 is not'),
-    ({'model.max_len': None}, 'config.json: model.max_len=None is not'),
+    ({'model.max_len': None}, 'config.json: max_len=None must be'),
     ({'train.steps': '9'}, "config.json: --config.train: steps='9' must"),
   )
   def test_wrong_values(self, changes, message):
