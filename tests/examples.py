@@ -84,6 +84,16 @@ In float64 NumPy.
 """
 
 
+def kinds_of(base: type) -> set[str]:
+  """The names of the library's classes of a kind, as of masks and of caches."""
+  found = {
+    cls.__name__
+    for cls in base.__subclasses__()
+    if cls.__module__.startswith('mha_jax') and cls.__name__[0] != '_'
+  }
+  return found.union(*map(kinds_of, base.__subclasses__()))
+
+
 def config_of(kind: str, **more: Any) -> Any:
   """The example of a variant, with changes."""
   return build(kind, d_model=D, **EXAMPLES[kind] | more)

@@ -35,6 +35,7 @@ from mha_jax.attention import (
   checks,
   masks,
 )
+from mha_jax.attention.heads import IMPLEMENTATIONS
 from mha_jax.decoder import DecoderConfig, DecoderLM, generate
 from tests import test_flax_arguments
 
@@ -361,7 +362,7 @@ class NumbersTest(parameterized.TestCase):
       options = {'scale': 0.5, 'logit_softcap': number}
       return [
         attention.multihead_attention(x, x, x, implementation=name, **options)
-        for name in ('exact', 'blockwise')
+        for name in IMPLEMENTATIONS
       ]
 
     self.assert_same_program(theirs, NUMBERS[kind])

@@ -4,6 +4,7 @@ import functools
 from unittest import mock
 
 import chex
+import flax.errors
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -379,7 +380,7 @@ class DropoutTest(parameterized.TestCase):
       self.apply()
     with self.assertRaisesRegex(ValueError, 'deterministic'):
       off.apply(self.variables, self.x, deterministic=True)
-    with self.assertRaisesRegex(Exception, 'dropout'):
+    with self.assertRaisesRegex(flax.errors.InvalidRngError, 'dropout'):
       self.apply(deterministic=False)
 
 
