@@ -68,7 +68,7 @@ OTHERS = (
   'dtype',
   'decode_steps',
 )
-"""What a config has besides its sizes."""
+"""The fields of a config that are not sizes."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the heads of a trained decoder look at, and what they write.
+"""Measures what the heads of a trained decoder attend to and write.
 
   A = attention_maps(config, params, tokens)[layer]      (b, h, t, t)
   score_h = mean of f(A_bhi) over the examples b and queries i that f counts
@@ -35,7 +35,7 @@ LABELS = {
   'first_token': 'first token',
   'separators': 'separators',
 }
-"""What a head with a high score is called."""
+"""The name of a head, by the score in which it is high."""
 SCORES = (*LABELS, 'entropy', 'mean_distance', 'copying_score')
 """The columns of the table."""
 
@@ -62,7 +62,7 @@ def attention_maps(
 
 
 def previous_token(maps: Any, queries: Any = None) -> jax.Array:
-  """How much a head attends to the token before.
+  """Measures how much a head attends to the token before.
 
     mean of A_{i, i-1} over i >= 1
 
@@ -81,7 +81,7 @@ def previous_token(maps: Any, queries: Any = None) -> jax.Array:
 
 
 def duplicate_token(maps: Any, tokens: Any, queries: Any = None) -> jax.Array:
-  """How much a head attends to earlier occurrences of the current token.
+  """Measures attention to earlier occurrences of the current token.
 
     mean of sum_{j < i, x_j = x_i} A_ij over the i that have such a j
 
@@ -102,7 +102,7 @@ def duplicate_token(maps: Any, tokens: Any, queries: Any = None) -> jax.Array:
 
 
 def prefix_matching(maps: Any, tokens: Any, queries: Any = None) -> jax.Array:
-  """How much a head attends to what followed the current token before.
+  """Measures attention to what followed the current token before.
 
     mean of sum_{1 <= j < i, x_{j-1} = x_i} A_ij over the i that have such a j
 
@@ -128,7 +128,7 @@ def prefix_matching(maps: Any, tokens: Any, queries: Any = None) -> jax.Array:
 
 
 def attention_to(maps: Any, where: Any, queries: Any = None) -> jax.Array:
-  """How much a head attends to marked keys.
+  """Measures how much a head attends to marked keys.
 
     mean of sum_{j marked} A_ij over the queries of examples that have such a j
 
@@ -151,7 +151,7 @@ def attention_to(maps: Any, where: Any, queries: Any = None) -> jax.Array:
 
 
 def entropy(maps: Any, queries: Any = None) -> jax.Array:
-  """How widely a head spreads its attention, in bits.
+  """Measures how widely a head spreads its attention, in bits.
 
     mean of -sum_j A_ij log2 A_ij over i,   0 log2 0 = 0
 
@@ -169,7 +169,7 @@ def entropy(maps: Any, queries: Any = None) -> jax.Array:
 
 
 def mean_distance(maps: Any, queries: Any = None) -> jax.Array:
-  """How far back a head attends, in tokens.
+  """Measures how far back a head attends, in tokens.
 
     mean of sum_j A_ij (i - j) over i
 
@@ -191,7 +191,7 @@ def mean_distance(maps: Any, queries: Any = None) -> jax.Array:
 
 
 def js_divergence(maps: Any, queries: Any = None) -> jax.Array:
-  """How differently two heads attend, in bits.
+  """Measures how differently two heads attend, in bits.
 
     JS(A, B) = mean of H((A_i + B_i) / 2) - (H(A_i) + H(B_i)) / 2 over i
 
@@ -221,7 +221,7 @@ def js_divergence(maps: Any, queries: Any = None) -> jax.Array:
 
 
 def rollout(maps_by_layer: Sequence[Any]) -> jax.Array:
-  """How much of every input reaches a position, if weights were all.
+  """Estimates how much of every input reaches a position, from weights alone.
 
     R_l = W_l R_{l-1},   W_l = (mean_h A_l + I) / 2, rows normalised,   R_0 = I
 
@@ -254,7 +254,7 @@ def rollout(maps_by_layer: Sequence[Any]) -> jax.Array:
 
 
 def copying_score(config: DecoderConfig, params: Any) -> tuple[np.ndarray, ...]:
-  """How far each head raises the logits of the tokens that it attends to.
+  """Measures how far a head raises the logits of tokens that it attends to.
 
     sum lambda / sum |lambda|,   lambda the eigenvalues of
     W_E diag(a) W_V^h W_O^h diag(f) W_U,   (m, m)
@@ -309,7 +309,7 @@ def copying_score(config: DecoderConfig, params: Any) -> tuple[np.ndarray, ...]:
 
 
 def has_copying_score(config: DecoderConfig) -> bool:
-  """Whether values are one product with a kernel (d, n, v) per group."""
+  """Tells whether values are one product with a kernel (d, n, v) per group."""
   value = config.attention_configs[0].table.get('value')
   return isinstance(value, Projection) and value.kernel_letters == 'dnv'
 
@@ -416,7 +416,7 @@ def repeated_tokens(
 def _attention_maps(
   config: DecoderConfig, params: Any, tokens: jax.Array
 ) -> tuple[jax.Array, ...]:
-  """What the layers sow; logits that nobody asks for are not computed."""
+  """Collects what the layers sow, without computing logits."""
   _, sown = DecoderLM(config).apply(
     {'params': params}, tokens, sow_weights=True, mutable='intermediates'
   )

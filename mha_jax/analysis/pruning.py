@@ -1,4 +1,4 @@
-"""Which heads matter, and the smaller decoder without those that do not.
+"""Measures which heads matter, and prunes the decoder of the others.
 
   scores = head_importance(config, params, batch)         a gradient an example
   losses, loss = ablation_losses(config, params, batch)   a forward pass a head
@@ -97,7 +97,7 @@ def seen(batch: Batch) -> jax.Array:
 def head_means(
   config: DecoderConfig, params: Any, batch: Batch
 ) -> tuple[jax.Array, ...]:
-  """What each head adds to the residual, on average over a batch's positions.
+  """Averages what each head adds to the residual over a batch's positions.
 
     mean_i = mean over examples and `seen` positions of o_i W_o,i
 
@@ -155,7 +155,7 @@ def head_importance(
   normalize: bool = True,
   chunk_size: int = 32,
 ) -> jax.Array:
-  """How much the loss depends on each head, to first order.
+  """Measures how much the loss depends on each head, to first order.
 
     importance_i = mean over examples of |d loss(example) / d gate_i|
 
@@ -300,7 +300,7 @@ def order_by(scores: Any) -> np.ndarray:
 
 
 def keep_most(config: DecoderConfig, scores: Any, share: float) -> np.ndarray:
-  """Which heads to keep: the groups of highest score, one a layer at least.
+  """Chooses heads to keep: the groups of highest score, at least one a layer.
 
   The query heads of a key/value head go or stay together; a group's score is
   the sum of theirs.
@@ -412,7 +412,7 @@ def _losses(
 def _means(
   config: DecoderConfig, params: Any, batch: Batch, kind: str
 ) -> tuple[jax.Array, ...] | None:
-  """What stands in a head's place; None: zeros."""
+  """Gives what stands in a head's place; None: zeros."""
   if kind not in KINDS:
     raise ValueError(f'kind={kind!r} must be in {KINDS}')
   return head_means(config, params, batch) if kind == 'mean' else None
