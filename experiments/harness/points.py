@@ -113,7 +113,7 @@ def train_points(
 
 
 def _is_finished(row: Row | None, point: Point) -> bool:
-  """Tells whether a row has all of a point's numbers and need not be trained."""
+  """Tells whether a row has all numbers of a point; if not, it trains again."""
   if row is None or row['status'] != 'finished':
     return False
   seeds, steps = len(point.seeds), point.experiment.train.steps
