@@ -200,7 +200,7 @@ def contender_run(suite: str, config: str, key: str, name: str) -> Run:
 
 def report(rows: list[dict[str, Any]], chosen: Settings) -> None:
   """Writes CSV and figure; prints a table for each case."""
-  texts: list[Any] = []
+  texts: list[str | Table] = []
   flat: list[dict[str, Any]] = []
   for case in rows:
     sizes = ', '.join(f'{k}={x}' for k, x in case['setting'].items())

@@ -25,6 +25,7 @@ from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict
+from rich.table import Table
 
 from experiments.figures import sweeps
 from experiments.harness import command_line, folders, printing, settings
@@ -205,7 +206,7 @@ def main(chosen: Settings) -> int:
 def report(rows: list[Row], chosen: Settings) -> None:
   """Writes CSV and figure; prints a table and a sentence a sweep."""
   curves: list[sweeps.Curve] = []
-  texts: list[Any] = []
+  texts: list[str | Table] = []
   table: list[dict[str, Any]] = []
   left = iter(rows)
   for sweep in chosen.sweeps:

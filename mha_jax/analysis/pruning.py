@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from numpy.typing import ArrayLike
 
 import mha_jax.linen as mha
 from mha_jax.attention import AttentionConfig, Projection, apply, checks, masks
@@ -36,7 +37,7 @@ def loss_with_gates(
   config: DecoderConfig,
   params: Any,
   batch: Batch,
-  gates: Any,
+  gates: jax.Array | np.ndarray | Sequence[ArrayLike],
   means: Sequence[jax.Array] | None = None,
 ) -> jax.Array:
   """The loss of a decoder under head gates.
@@ -230,7 +231,7 @@ def removal_curve(
   config: DecoderConfig,
   params: Any,
   batch: Batch,
-  order: Any,
+  order: ArrayLike,
   kind: str = 'zero',
 ) -> jax.Array:
   """The loss after the first 0, 1, 2, ... heads of an order are gone.
@@ -272,7 +273,7 @@ def removal_curve(
   return _losses(config, params, batch, gates, kind)
 
 
-def order_by(scores: Any) -> np.ndarray:
+def order_by(scores: ArrayLike) -> np.ndarray:
   """The heads from the least to the most score.
 
   `order_by(jax.random.uniform(key, (num_layers, h)))` is a random order.
@@ -299,7 +300,9 @@ def order_by(scores: Any) -> np.ndarray:
   return np.stack(np.unravel_index(order, scores.shape), axis=1)
 
 
-def keep_most(config: DecoderConfig, scores: Any, share: float) -> np.ndarray:
+def keep_most(
+  config: DecoderConfig, scores: ArrayLike, share: float
+) -> np.ndarray:
   """Chooses heads to keep: the groups of highest score, at least one a layer.
 
   The query heads of a key/value head go or stay together; a group's score is
@@ -334,7 +337,7 @@ def keep_most(config: DecoderConfig, scores: Any, share: float) -> np.ndarray:
 
 
 def prune_heads(
-  config: DecoderConfig, params: Any, keep: Sequence[Any]
+  config: DecoderConfig, params: Any, keep: Sequence[ArrayLike]
 ) -> tuple[DecoderConfig, dict[str, Any]]:
   """The decoder with some of its heads: what gates of 0 give, but smaller.
 
@@ -418,7 +421,7 @@ def _means(
   return head_means(config, params, batch) if kind == 'mean' else None
 
 
-def _kept(layer: int, keep: Any, h: int) -> np.ndarray:
+def _kept(layer: int, keep: ArrayLike, h: int) -> np.ndarray:
   """The heads of a layer that stay, in their order."""
   heads = np.asarray(keep)
   if heads.dtype == bool:
