@@ -60,11 +60,11 @@ SIZES = (
   'traced_layers',
 )
 OPEN = ('suites', 'lengths', 'module_lengths', 'decoder_lengths', 'train_heads')
-"""What of the config may differ from call to call in one folder."""
+"""The fields of the config that may differ between calls in one folder."""
 ROW = ('key', 'suite', 'task', 'setting', 'rows')
-"""What every line of results.jsonl has."""
+"""The fields of every line of results.jsonl."""
 NUMBERS = ('seconds', 'ratio', 'ratio_low', 'ratio_high')
-"""What is known of each contender."""
+"""The fields of each contender in a line."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +141,7 @@ def main(chosen: Settings) -> int:
 
 
 def _is_whole(row: dict[str, Any]) -> bool:
-  """Whether a line has what a table needs; else it is measured again."""
+  """Tells whether a line has what a table needs; else it is measured again."""
   rows = row['rows']
   return (
     isinstance(row['key'], str)
@@ -202,7 +202,7 @@ def contender_run(suite: str, config: str, key: str, name: str) -> Run:
 
 def report(rows: list[dict[str, Any]], chosen: Settings) -> None:
   """Writes CSV and figure; prints a table for each case."""
-  texts: list[Any] = []
+  texts: list[str | Table] = []
   flat: list[dict[str, Any]] = []
   for case in rows:
     sizes = ', '.join(f'{k}={x}' for k, x in case['setting'].items())

@@ -41,6 +41,7 @@ from mha_jax.attention import (
   masks,
   num_params,
 )
+from mha_jax.attention.caches import Cache
 from mha_jax.attention.variants import build
 from mha_jax.training import record
 
@@ -68,7 +69,7 @@ OTHERS = (
   'dtype',
   'decode_steps',
 )
-"""What a config has besides its sizes."""
+"""The fields of a config that are not sizes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,7 +211,7 @@ def measure(chosen: Settings, slots: int, rows: list[dict[str, Any]]) -> None:
 
 def empty_cache(
   config: ConfigDict, attention: AttentionConfig, slots: int
-) -> Any:
+) -> Cache:
   """The cache of one layer."""
   size = {'window': slots} if config.window else {'capacity': slots}
   return init_cache(attention, config.batch_size, dtype=config.dtype, **size)
@@ -218,11 +219,17 @@ def empty_cache(
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
 def decode(
-  attention: AttentionConfig, steps: int, params: Any, x: jax.Array, cache: Any
-) -> Any:
+  attention: AttentionConfig,
+  steps: int,
+  params: Any,
+  x: jax.Array,
+  cache: Cache,
+) -> tuple[jax.Array, Cache]:
   """Steps of one layer, each fed with what the one before gave."""
 
-  def step(carry: Any, _: None) -> Any:
+  def step(
+    carry: tuple[jax.Array, Cache], _: None
+  ) -> tuple[tuple[jax.Array, Cache], None]:
     x, cache = carry
     return apply(attention, params, x, cache=cache, mask=masks.causal()), None
 

@@ -39,7 +39,7 @@ from experiments.harness.points import (
 )
 from experiments.reports import head_counts
 from mha_jax.attention import checks
-from mha_jax.training import record
+from mha_jax.training import record, train
 
 RANKS = flags.DEFINE_list('ranks', ['4', '12', '64'], 'latent ranks r of MLA')
 ROTARY = flags.DEFINE_list(
@@ -138,7 +138,10 @@ def _models(
   return [(name, p, positions | changes) for name, changes in named]
 
 
-def _experiment(config: ConfigDict, changes: dict[str, Any]) -> Any:
+def _experiment(
+  config: ConfigDict, changes: dict[str, Any]
+) -> train.Experiment:
+  """The experiment with changes to its model."""
   config = config.copy_and_resolve_references()
   config.model.update(changes)
   return settings.experiment_from(config)
@@ -180,7 +183,7 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 def report(rows: Sequence[Row], chosen: Settings) -> None:
   """Writes CSV and figure; prints failures, the tables and the answers."""
-  texts: list[Any] = [
+  texts: list[str | Table] = [
     f'{row["variant"]}, p={row["rotary"]} failed: {row["error"]}'
     for row in rows
     if row['status'] == 'failed'

@@ -153,7 +153,7 @@ def divergences(
 def effect(
   name: str, rows: list[dict[str, Any]], model: trained.Model, batch_size: int
 ) -> str:
-  """What the loss gains without all heads of a name, and without each."""
+  """Measures the loss without all heads of a name, and without each."""
   config, params = model.experiment.model, model.params
   own = [row for row in rows if row['name'] == name]
   gates = [np.ones(x.num_heads) for x in config.layers]

@@ -25,6 +25,7 @@ from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict
+from rich.table import Table
 
 from experiments.figures import sweeps
 from experiments.harness import command_line, folders, printing, settings
@@ -108,15 +109,14 @@ def make_sweep(
   """The points of a config, with changes to its fields, at every head count."""
   config = config.copy_and_resolve_references()
   config.update_from_flattened_dict(dict(changes or {}))
-  heads = command_line.positive_ints('n_heads', N_HEADS.value)
-  experiments = [_experiment(config, h) for h in sorted(set(heads))]
+  heads = sorted(set(command_line.positive_ints('n_heads', N_HEADS.value)))
+  experiments = [_experiment(config, h) for h in heads]
   if equal:
     experiments = equal_params(experiments)
   seeds = settings.seeds_from('--seeds', experiments[0].train.seed, SEEDS.value)
   points = []
-  for x in experiments:
-    first = x.model.layers[0]
-    h, size = first.num_heads, first.qk_head_dim
+  for x, h in zip(experiments, heads, strict=True):
+    size = x.model.layers[0].qk_head_dim
     labels = {'n_heads': h, 'head_dim': size}
     name = f'{label} {h:>2} head{"s" * (h > 1)}'
     points.append(Point(x, seeds, name, labels))
@@ -180,7 +180,7 @@ def study(config: ConfigDict) -> tuple[Sweep, ...]:
 def controls(
   panel: str, config: ConfigDict, changes: Mapping[str, Any]
 ) -> tuple[Sweep, ...]:
-  """What is due to the number of heads, and what to their size.
+  """Tells the effect of the number of heads from that of their size.
 
   At a fixed d_model more heads are smaller heads; at a fixed head_dim of
   d_model / 4 parameters grow with their number, unless an MLP makes them equal.
@@ -206,7 +206,7 @@ def main(chosen: Settings) -> int:
 def report(rows: list[Row], chosen: Settings) -> None:
   """Writes CSV and figure; prints a table and a sentence a sweep."""
   curves: list[sweeps.Curve] = []
-  texts: list[Any] = []
+  texts: list[str | Table] = []
   table: list[dict[str, Any]] = []
   left = iter(rows)
   for sweep in chosen.sweeps:

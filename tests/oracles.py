@@ -238,6 +238,38 @@ def latent(
   return merged + p['out'].get('bias', 0.0), result.weights
 
 
+def tied(
+  params: Any,
+  inputs_q: Any,
+  inputs_k: Any = None,
+  *,
+  rope: tuple[float, str] | None = None,
+  positions: tuple[Any, Any] | None = None,
+  gates: Any = 1.0,
+  **options: Any,
+) -> tuple[np.ndarray, np.ndarray]:
+  """Grouped-tied attention on (b, t, d): keys are half of the values."""
+  p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+  x = np.asarray(inputs_q, np.float64)
+  y = x if inputs_k is None else np.asarray(inputs_k, np.float64)
+  at_q, at_k = positions or (np.arange(x.shape[1]), np.arange(y.shape[1]))
+  at_q, at_k = (np.atleast_2d(at)[:, None] for at in (at_q, at_k))
+  q, w, v = (
+    np.moveaxis(np.tensordot(a, p[name]['kernel'], axes=(2, 0)), 2, 1)
+    for name, a in (('query', x), ('query_rope', x), ('value', y))
+  )
+  u = (y @ p['key_rope']['kernel'])[:, None]
+  if rope is not None:
+    w, u = rotate(w, at_q, *rope), rotate(u, at_k, *rope)
+  half = v.shape[-1] // 2
+  u = np.broadcast_to(u, (*v.shape[:3], half))
+  q, k = np.concatenate([q, w], -1), np.concatenate([v[..., :half], u], -1)
+  result = attention(q, k, v, **options)
+  out = result.out * np.reshape(np.broadcast_to(gates, q.shape[1]), (-1, 1, 1))
+  merged = np.tensordot(out, p['out']['kernel'], axes=((1, 3), (0, 1)))
+  return merged, result.weights
+
+
 def random_params(config: Any, seed: int = 0, dtype: Any = np.float64) -> Any:
   """Random parameters for every row of a config's table."""
   return {

@@ -13,6 +13,7 @@ from oracles import assert_close, normal
 
 import mha_jax.linen
 import mha_jax.nnx
+from mha_jax.attention.implementations import OURS
 
 B, T, D = 2, 11, 12
 
@@ -41,7 +42,7 @@ def losses(apply, params, steps: int = 5) -> np.ndarray:
 
 
 class TrainingTest(parameterized.TestCase):
-  @parameterized.parameters('exact', 'blockwise')
+  @parameterized.parameters(*OURS)
   def test_linen(self, implementation):
     """A model of Flax Linen's module."""
 
@@ -57,7 +58,7 @@ class TrainingTest(parameterized.TestCase):
     self.assertLess(wanted[-1], wanted[0])
     assert_close(run(attention_fn=attention), wanted, 1e-5)
 
-  @parameterized.parameters('exact', 'blockwise')
+  @parameterized.parameters(*OURS)
   def test_nnx(self, implementation):
     """A model of NNX's module."""
 

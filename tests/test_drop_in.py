@@ -35,6 +35,7 @@ from mha_jax.attention import (
   checks,
   masks,
 )
+from mha_jax.attention.implementations import OURS
 from mha_jax.decoder import DecoderLM, decoder_config, generate
 from tests import test_flax_arguments
 
@@ -361,7 +362,7 @@ class NumbersTest(parameterized.TestCase):
       options = {'scale': 0.5, 'logit_softcap': number}
       return [
         attention.multihead_attention(x, x, x, implementation=name, **options)
-        for name in ('exact', 'blockwise')
+        for name in OURS
       ]
 
     self.assert_same_program(theirs, NUMBERS[kind])

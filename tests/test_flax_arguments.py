@@ -40,7 +40,7 @@ class Is:
   """An honoured argument: with `value` ours does what Flax's does.
 
   And something else than without it. Arguments `beside` it are given in both
-  cases, those that it `needs` only with it.
+  cases; those that it `needs` are refused without it.
   """
 
   value: Any
@@ -456,6 +456,10 @@ class HonouredTest(oracles.X64TestCase):
     for a, b in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
       self.assertEqual(a.dtype, b.dtype)
     assert_close(got, wanted, entry.tolerance)
+    if entry.needs:
+      with self.assertRaisesRegex(ValueError, 'inputs_[qk] of shape'):
+        result(surface, True, {**entry.beside, **entry.needs})
+      return
     if entry.beside:
       without = result(surface, True, entry.beside)
     else:

@@ -5,10 +5,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
+from examples import kinds_of
 from flax import serialization
 from oracles import normal
 
 import mha_jax.linen
+from mha_jax import flax_serialization
 from mha_jax.attention import (
   GroupedConfig,
   LatentConfig,
@@ -18,6 +20,7 @@ from mha_jax.attention import (
   init_table,
   masks,
 )
+from mha_jax.attention.caches import Cache
 
 B, T, D = 2, 3, 6
 CONFIG = GroupedConfig(d_model=D, num_heads=3)
@@ -46,6 +49,10 @@ STATES = {
   'WindowCache': lambda: filled(CONFIG, window=5),
   'StaticCache': lambda: static(None),
   'StaticCache at positions': lambda: static(jnp.array([[1, 3, 4]])),
+  'Causal': masks.causal,
+  'Window': lambda: masks.window(1, None),
+  'Lengths': lambda: masks.lengths([1, 3], [2, 0]),
+  'Segments': lambda: masks.segments(np.array([[0, 1, 1], [2, 2, 2]])),
   'And': lambda: masks.causal() & masks.lengths([1, 3]),
   'Or': lambda: masks.window(1, 0) | masks.segments(np.ones((B, T), int)),
   'Dense': lambda: masks.dense(np.eye(T, dtype=bool)),
@@ -53,6 +60,12 @@ STATES = {
 
 
 class RoundTripTest(parameterized.TestCase):
+  def test_every_kind_has_a_state(self):
+    """A new mask or cache must be known to Flax and have a row above."""
+    wanted = kinds_of(Cache) | kinds_of(masks.Mask)
+    self.assertEqual({x.__name__ for x in flax_serialization.KINDS}, wanted)
+    self.assertEqual({type(x()).__name__ for x in STATES.values()}, wanted)
+
   @parameterized.parameters(*STATES)
   def test_bytes(self, name):
     """What comes back is equal, also by a target of shapes alone."""

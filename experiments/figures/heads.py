@@ -4,19 +4,21 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from numpy.typing import ArrayLike
 
 from experiments.figures.style import STYLE, save
 from mha_jax.analysis import probing
 
 
 def probe_heads(
-  maps: Sequence[Any],
+  maps: Sequence[jax.Array],
   rows: Sequence[dict[str, Any]],
-  divergences: Sequence[Any],
+  divergences: Sequence[jax.Array],
   title: str,
   path: pathlib.Path,
 ) -> None:
@@ -55,7 +57,7 @@ def probe_heads(
     save(figure, path)
 
 
-def _map(axes: Axes, values: Any, title: str) -> None:
+def _map(axes: Axes, values: ArrayLike, title: str) -> None:
   axes.set_axis_on()
   axes.imshow(np.asarray(values), cmap='Blues', vmin=0, vmax=1)
   axes.set_xticks([])

@@ -1,4 +1,4 @@
-"""What all figures share: drawn without a display, one look."""
+"""Draws figures without a display, and gives them one look."""
 
 import pathlib
 from typing import Any

@@ -19,7 +19,7 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict
 
-from experiments.harness import command_line, settings
+from experiments.harness import flag_parsing, settings
 from mha_jax.training import environment, record
 
 LONGEST = 120
@@ -51,7 +51,7 @@ def named(name: str) -> pathlib.Path:
 def asked(
   config: ConfigDict, *, run: pathlib.Path | None = None, free: tuple = ()
 ) -> dict[str, Any]:
-  """What the folder is to answer: config and flags, as JSON has them.
+  """Gives all that was asked for, config and flags, as JSON has them.
 
   Args:
     config: what the experiment reads, after its short flags went into it.
@@ -64,7 +64,7 @@ def asked(
     fields['task'] = record.as_json(settings.task_from(config.task))
   own = {
     name: flag.value
-    for name, flag in command_line.own_flags().items()
+    for name, flag in flag_parsing.own_flags().items()
     if flag.value is not None and name not in (*config, *ELSEWHERE)
   }
   every = fields | own | ({'run': str(run.resolve())} if run else {})
@@ -92,7 +92,7 @@ def kept(workdir: pathlib.Path, asked: Mapping[str, Any]) -> Iterator[None]:
 
 def _changed() -> dict[str, Any]:
   """Flags and fields by name that the command line takes off their defaults."""
-  own = command_line.own_flags()
+  own = flag_parsing.own_flags()
   fields = {x: flags.FLAGS[x] for x in flags.FLAGS if x.startswith('config.')}
   return {
     name: flag.value
@@ -102,7 +102,7 @@ def _changed() -> dict[str, Any]:
 
 
 def _word(changed: tuple[str, Any]) -> str:
-  """Such as num_kv_heads=2, or equal_params; of a path its last part."""
+  """Writes a flag short: num_kv_heads=2, equal_params, a path's last part."""
   name, value = changed[0].rpartition('.')[2], changed[1]
   if isinstance(value, bool):
     return name if value else f'no{name}'

@@ -52,7 +52,7 @@ def whole(
 
 
 def meanings(config: ConfigDict, config_file: ModuleType) -> dict[str, str]:
-  """What fields of a config mean, in a line each."""
+  """Says in a line each what the fields of a config mean."""
   words = {'name': NAME, 'task.kind': KIND} | arguments_of(config_file.__doc__)
   for variant in reversed(VARIANTS.values()):
     for name, meaning in arguments_of(variant.config.__doc__).items():
@@ -75,7 +75,7 @@ def fields(config: ConfigDict, prefix: str = '') -> dict[str, Any]:
 
 
 def arguments_of(docstring: str | None) -> dict[str, str]:
-  """What a docstring says of each argument or field, in one line."""
+  """Reads the line of each argument or field out of a docstring."""
   text = docstring or ''
   head = re.search(r'^( *)(?:Args|Fields):\n', text, re.M)
   if head is None:

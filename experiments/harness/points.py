@@ -38,7 +38,7 @@ EQUAL_PARAMS = flags.DEFINE_bool(
 )
 
 ROW = ('key', 'seeds', 'status')
-"""What every line of results.jsonl has."""
+"""The fields of every line of results.jsonl."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Point:
 def train_points(
   points: Sequence[Point], workdir: pathlib.Path, asked: Mapping[str, Any]
 ) -> tuple[list[Row], signal.Signals | None]:
-  """The rows of all points, from results.jsonl or by training.
+  """Gives the rows of all points, from results.jsonl or by training.
 
   Args:
     points: those asked for.
@@ -113,7 +113,7 @@ def train_points(
 
 
 def _is_finished(row: Row | None, point: Point) -> bool:
-  """Whether a row has all of a point's numbers; else it is trained again."""
+  """Tells whether a row has all numbers of a point; if not, it trains again."""
   if row is None or row['status'] != 'finished':
     return False
   seeds, steps = len(point.seeds), point.experiment.train.steps
@@ -144,7 +144,7 @@ def _without_path(config: Any) -> Any:
 
 
 def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:
-  """Whether nested lists are finite numbers throughout, in this shape."""
+  """Tells whether nested lists are finite numbers throughout, in this shape."""
   try:
     array = np.asarray(value)
   except ValueError:  # ragged

@@ -1,4 +1,4 @@
-"""What is printed: on any width, and whoever reads."""
+"""Prints on terminals of any width, and for readers that may go."""
 
 import contextlib
 import io
@@ -41,7 +41,7 @@ def columns(most: int = WIDE) -> int:
 
 
 def _fits(table: Table, width: int) -> bool:
-  """Whether every word of a table is whole when it is drawn so wide."""
+  """Tells whether every word of a table is whole when it is drawn so wide."""
   headers = [x.header for x in table.columns] if table.show_header else []
   cells = [cell for column in table.columns for cell in column.cells]
   around = [x for x in (table.title, table.caption) if x]

@@ -43,7 +43,7 @@ def interleaved(
 
 
 def ratio(ours: list[float], peer: list[float]) -> dict[str, float]:
-  """How many times as long a peer takes: of medians, and over rounds."""
+  """Divides a peer's seconds by ours: of medians, and round by round."""
   each = sorted(b / a for a, b in zip(ours, peer, strict=True))
   quarter = len(each) // 4
   return {
@@ -56,7 +56,7 @@ def ratio(ours: list[float], peer: list[float]) -> dict[str, float]:
 def peak_bytes(
   prepare: Callable[..., Run], arguments: tuple[Any, ...]
 ) -> int | None:
-  """How far one run raises a fresh process's memory, in bytes.
+  """Measures how far one run raises a fresh process's memory, in bytes.
 
   The run compiles too. Memory is the resident set, Linux's VmHWM. None where
   the process dies of it, or the system does not tell.

@@ -1,4 +1,4 @@
-"""What a sweep over head counts shows, in numbers and words; rows of CSVs."""
+"""Reports a sweep over head counts in numbers and words, and rows of CSVs."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -125,7 +125,7 @@ def verdict(summaries: Sequence[Summary], threshold: float) -> str:
 
 
 def _trend(summaries: Sequence[Summary], name: str) -> str:
-  """What more heads do to a number that is better small."""
+  """Says what more heads do to a number that is better small."""
   best = _best(summaries, name)
   alike = [
     s['n_heads'] for s in summaries if _effect(best, s, name) == 'plateau'
@@ -151,7 +151,7 @@ def _best(summaries: Sequence[Summary], name: str) -> Summary:
 
 
 def _effect(fewer: Summary, more: Summary, name: str) -> str:
-  """What the step from fewer heads to more does to the number."""
+  """Says what the step from fewer heads to more does to the number."""
   if fewer[f'{name}_max'] < more[f'{name}_min']:
     return 'hurt'
   return 'help' if fewer[f'{name}_min'] > more[f'{name}_max'] else 'plateau'

@@ -13,11 +13,11 @@ from mha_jax.analysis.costs.published import Published
 from mha_jax.analysis.costs.shape import Layer, ModelShape
 
 OWN = ('params', 'vocab_size', 'head_dim', 'objective')
-"""Of a demand what a model has or does not ask for."""
+"""Fields of a demand that a published model settles or does not need."""
 
 
 def costs_of(model: Published, demand: Demand) -> dict[str, Any]:
-  """What a published model costs under a demand, as JSON has it.
+  """Costs a published model under a demand; as JSON has it.
 
   Of an encoder there is no cache and no decoding.
   """
@@ -69,7 +69,7 @@ def costs_of(model: Published, demand: Demand) -> dict[str, Any]:
 def _layer(
   layer: Layer, count: int, demand: Demand, causal: bool
 ) -> dict[str, Any]:
-  """What one of so many layers that are alike costs.
+  """Costs one of so many layers that are alike.
 
   Its step and training with a vocabulary of one token, which hardly counts.
   """

@@ -1,7 +1,7 @@
 """Attention alone: ours against jax.nn, Flax and PyTorch, by length."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -60,8 +60,9 @@ def _causal(
     if not gradient:
       return compiled(function, q, key, v)
 
-    def both(q: Any, key: Any, v: Any, cotangent: Any) -> Any:
-      out, pull = jax.vjp(function, q, key, v)
+    def both(*arrays: jax.Array) -> tuple[jax.Array, Sequence[jax.Array]]:
+      *inputs, cotangent = arrays
+      out, pull = jax.vjp(function, *inputs)
       return out, pull(cotangent)
 
     return compiled(both, q, key, v, cotangent)
@@ -76,7 +77,7 @@ def _causal(
   return Case('attention', f'causal {task}', setting, contenders)
 
 
-def _torch(shapes: Any, gradient: bool) -> Run:
+def _torch(shapes: Sequence[tuple[int, ...]], gradient: bool) -> Run:
   """PyTorch's scaled_dot_product_attention, heads first, its fused kernel."""
   import torch
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from mha_jax.attention import (
   masks,
   multihead_attention,
 )
+from mha_jax.attention.caches import Cache
 
 STEPS_LEFT = 64
 """Slots that are free at first: more than a benchmark takes steps."""
@@ -39,7 +41,9 @@ def _grouped(config: ConfigDict) -> Case:
   def ours() -> Run:
     q, new_k, new_v = normals((b, n * g, 1, k), (b, n, 1, k), (b, n, 1, k))
 
-    def step(cache: Any, q: Any, new_k: Any, new_v: Any) -> Any:
+    def step(
+      cache: Cache, q: jax.Array, new_k: jax.Array, new_v: jax.Array
+    ) -> tuple[jax.Array, Cache]:
       at = cache.positions(1)
       cache, view = cache.extend((new_k, new_v))
       mask = masks.causal() & masks.dense(view.usable[:, None, None, :])
@@ -58,7 +62,8 @@ def _grouped(config: ConfigDict) -> Case:
     q, keys, values = normals((b, 1, n * g, k), (b, s, n, k), (b, s, n, k))
     usable = (jnp.arange(s) < max(1, s - STEPS_LEFT))[None, None, None]
 
-    def attention(q: Any, keys: Any, values: Any, usable: Any) -> Any:
+    def attention(*arrays: jax.Array) -> jax.Array:
+      q, keys, values, usable = arrays
       return nnx.dot_product_attention(q, keys, values, mask=usable)
 
     return compiled(attention, q, keys, values, usable)
@@ -96,7 +101,9 @@ def _latent(config: ConfigDict) -> Case:
     params = init_table(shape.table, jax.random.key(0))
     (x,) = normals((b, 1, d))
 
-    def step(cache: Any, params: Any, x: Any) -> Any:
+    def step(
+      cache: Cache, params: Any, x: jax.Array
+    ) -> tuple[jax.Array, Cache]:
       return apply(shape, params, x, cache=cache, mask=masks.causal())
 
     return _stepping(step, _filled(shape, b, s), params, x)
@@ -117,7 +124,7 @@ def _latent(config: ConfigDict) -> Case:
   )
 
 
-def _filled(shape: AttentionConfig, b: int, s: int) -> Any:
+def _filled(shape: AttentionConfig, b: int, s: int) -> Cache:
   """A cache of s slots with random entries, nearly full."""
   cache = init_cache(shape, b, s)
   lengths = jnp.full(b, max(0, s - STEPS_LEFT), jnp.int32)
@@ -125,7 +132,9 @@ def _filled(shape: AttentionConfig, b: int, s: int) -> Any:
   return dataclasses.replace(cache, entries=entries, lengths=lengths)
 
 
-def _stepping(step: Any, cache: Any, *arguments: Any) -> Run:
+def _stepping(
+  step: Callable[..., tuple[jax.Array, Cache]], cache: Cache, *arguments: Any
+) -> Run:
   """Step after step, the cache donated, so that nothing is copied."""
   jitted = jax.jit(step, donate_argnums=0)
   state = [cache]

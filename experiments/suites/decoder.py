@@ -43,7 +43,7 @@ def _case(config: ConfigDict, t: int) -> Case:
     num_heads=config.num_heads,
     mlp_dim=4 * d,
   )
-  contenders: dict[str, Any] = {
+  contenders: dict[str, Callable[[], Run]] = {
     'mha_jax': lambda: _linen(DecoderLM(model), t),
     'jax.nn': lambda: _linen(LinenDecoder(model, _jax_nn), t),
     'flax.linen': lambda: _linen(
@@ -122,14 +122,17 @@ class NnxDecoder(nnx.Module):
 
 
 def _jax_nn(
-  query: jax.Array, key: jax.Array, value: jax.Array, mask: Any = None
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  mask: jax.Array | None = None,
 ) -> jax.Array:
   """`jax.nn`'s attention behind the arguments that Flax passes."""
   del mask  # a causal one, which it makes itself
   return jax.nn.dot_product_attention(query, key, value, is_causal=True)
 
 
-def _linen(model: Any, t: int) -> Run:
+def _linen(model: nn.Module, t: int) -> Run:
   params = model.init(jax.random.key(0), jnp.zeros((1, t), jnp.int32))
   return _steps(model.apply, params, t)
 

@@ -1,6 +1,7 @@
 """Whole attention modules: causal self-attention of ours, Flax and PyTorch."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -58,7 +59,12 @@ def _case(config: ConfigDict, t: int, gradient: bool) -> Case:
   return Case('module', f'self-attention {task}', setting, dict(contenders))
 
 
-def _run(function: Any, params: Any, x: jax.Array, gradient: bool) -> Run:
+def _run(
+  function: Callable[[Any, jax.Array], jax.Array],
+  params: Any,
+  x: jax.Array,
+  gradient: bool,
+) -> Run:
   """A run of function(params, x), or of it and its gradients."""
   if not gradient:
     return compiled(function, params, x)

@@ -6,6 +6,7 @@ the others on one batch, step after step.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from experiments.harness import command_line
 from experiments.suites.case import HAS_TORCH, Case, Run, torch_tensors
 from experiments.suites.decoder import NnxDecoder
 from mha_jax.decoder import DecoderConfig, decoder_config
-from mha_jax.tasks import CopyTask
+from mha_jax.tasks import Batch, CopyTask
 from mha_jax.training import train
 
 
@@ -42,7 +43,7 @@ def _case(h: int, steps: int) -> Case:
     train.OptimizerConfig(warmup_steps=0),
     train.TrainConfig(steps_per_dispatch=steps),
   )
-  contenders: dict[str, Any] = {
+  contenders: dict[str, Callable[[], Run]] = {
     'mha_jax': functools.partial(_ours, experiment, steps),
     'flax.nnx': functools.partial(_flax, experiment, steps),
   }
@@ -75,7 +76,7 @@ def _flax(experiment: train.Experiment, steps: int) -> Run:
     model, train.make_optimizer(experiment), wrt=nnx.Param
   )
 
-  def loss_of(model: NnxDecoder, batch: Any) -> jax.Array:
+  def loss_of(model: NnxDecoder, batch: Batch) -> jax.Array:
     losses = optax.softmax_cross_entropy_with_integer_labels(
       model(batch.inputs), batch.targets
     )
@@ -83,7 +84,7 @@ def _flax(experiment: train.Experiment, steps: int) -> Run:
 
   @nnx.jit(donate_argnums=(0, 1))
   def step(
-    model: NnxDecoder, optimizer: nnx.Optimizer, batch: Any
+    model: NnxDecoder, optimizer: nnx.Optimizer, batch: Batch
   ) -> jax.Array:
     loss, grads = nnx.value_and_grad(loss_of)(model, batch)
     optimizer.update(model, grads)
@@ -163,6 +164,6 @@ def _torch_model(config: DecoderConfig) -> Any:
   return Model()
 
 
-def _batch(experiment: train.Experiment) -> Any:
+def _batch(experiment: train.Experiment) -> Batch:
   size = experiment.train.batch_size
   return experiment.task.sample(jax.random.key(1), size)

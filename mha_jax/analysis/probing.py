@@ -1,4 +1,4 @@
-"""What the heads of a trained decoder look at, and what they write.
+"""Measures what the heads of a trained decoder attend to and write.
 
   A = attention_maps(config, params, tokens)[layer]      (b, h, t, t)
   score_h = mean of f(A_bhi) over the examples b and queries i that f counts
@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 
 from mha_jax.attention import checks, variants
 from mha_jax.attention.dtypes import wide_dtype
@@ -35,13 +36,13 @@ LABELS = {
   'first_token': 'first token',
   'separators': 'separators',
 }
-"""What a head with a high score is called."""
+"""The name of a head, by the score in which it is high."""
 SCORES = (*LABELS, 'entropy', 'mean_distance', 'copying_score')
 """The columns of the table."""
 
 
 def attention_maps(
-  config: DecoderConfig, params: Any, tokens: Any
+  config: DecoderConfig, params: Any, tokens: ArrayLike
 ) -> tuple[jax.Array, ...]:
   """The attention weights of every layer, before dropout.
 
@@ -61,8 +62,10 @@ def attention_maps(
   return _attention_maps(config, params, tokens)
 
 
-def previous_token(maps: Any, queries: Any = None) -> jax.Array:
-  """How much a head attends to the token before.
+def previous_token(
+  maps: ArrayLike, queries: ArrayLike | None = None
+) -> jax.Array:
+  """Measures how much a head attends to the token before.
 
     mean of A_{i, i-1} over i >= 1
 
@@ -80,8 +83,10 @@ def previous_token(maps: Any, queries: Any = None) -> jax.Array:
   return _mass(maps, jnp.eye(maps.shape[2], k=-1, dtype=bool)[None], queries)
 
 
-def duplicate_token(maps: Any, tokens: Any, queries: Any = None) -> jax.Array:
-  """How much a head attends to earlier occurrences of the current token.
+def duplicate_token(
+  maps: ArrayLike, tokens: ArrayLike, queries: ArrayLike | None = None
+) -> jax.Array:
+  """Measures attention to earlier occurrences of the current token.
 
     mean of sum_{j < i, x_j = x_i} A_ij over the i that have such a j
 
@@ -101,8 +106,10 @@ def duplicate_token(maps: Any, tokens: Any, queries: Any = None) -> jax.Array:
   return _mass(maps, jnp.tril(same, -1), queries)
 
 
-def prefix_matching(maps: Any, tokens: Any, queries: Any = None) -> jax.Array:
-  """How much a head attends to what followed the current token before.
+def prefix_matching(
+  maps: ArrayLike, tokens: ArrayLike, queries: ArrayLike | None = None
+) -> jax.Array:
+  """Measures attention to what followed the current token before.
 
     mean of sum_{1 <= j < i, x_{j-1} = x_i} A_ij over the i that have such a j
 
@@ -127,8 +134,10 @@ def prefix_matching(maps: Any, tokens: Any, queries: Any = None) -> jax.Array:
   return _mass(maps, jnp.tril(followed, -1), queries)
 
 
-def attention_to(maps: Any, where: Any, queries: Any = None) -> jax.Array:
-  """How much a head attends to marked keys.
+def attention_to(
+  maps: ArrayLike, where: ArrayLike, queries: ArrayLike | None = None
+) -> jax.Array:
+  """Measures how much a head attends to marked keys.
 
     mean of sum_{j marked} A_ij over the queries of examples that have such a j
 
@@ -150,8 +159,8 @@ def attention_to(maps: Any, where: Any, queries: Any = None) -> jax.Array:
   return _mass(maps, where[:, None, :], queries)
 
 
-def entropy(maps: Any, queries: Any = None) -> jax.Array:
-  """How widely a head spreads its attention, in bits.
+def entropy(maps: ArrayLike, queries: ArrayLike | None = None) -> jax.Array:
+  """Measures how widely a head spreads its attention, in bits.
 
     mean of -sum_j A_ij log2 A_ij over i,   0 log2 0 = 0
 
@@ -168,8 +177,10 @@ def entropy(maps: Any, queries: Any = None) -> jax.Array:
   return _mean(_bits(maps), _counted(maps, queries))
 
 
-def mean_distance(maps: Any, queries: Any = None) -> jax.Array:
-  """How far back a head attends, in tokens.
+def mean_distance(
+  maps: ArrayLike, queries: ArrayLike | None = None
+) -> jax.Array:
+  """Measures how far back a head attends, in tokens.
 
     mean of sum_j A_ij (i - j) over i
 
@@ -190,8 +201,10 @@ def mean_distance(maps: Any, queries: Any = None) -> jax.Array:
   return _mean(back, _counted(maps, queries))
 
 
-def js_divergence(maps: Any, queries: Any = None) -> jax.Array:
-  """How differently two heads attend, in bits.
+def js_divergence(
+  maps: ArrayLike, queries: ArrayLike | None = None
+) -> jax.Array:
+  """Measures how differently two heads attend, in bits.
 
     JS(A, B) = mean of H((A_i + B_i) / 2) - (H(A_i) + H(B_i)) / 2 over i
 
@@ -220,8 +233,8 @@ def js_divergence(maps: Any, queries: Any = None) -> jax.Array:
     return jax.lax.map(against_all, heads)
 
 
-def rollout(maps_by_layer: Sequence[Any]) -> jax.Array:
-  """How much of every input reaches a position, if weights were all.
+def rollout(maps_by_layer: Sequence[ArrayLike]) -> jax.Array:
+  """Estimates how much of every input reaches a position, from weights alone.
 
     R_l = W_l R_{l-1},   W_l = (mean_h A_l + I) / 2, rows normalised,   R_0 = I
 
@@ -254,7 +267,7 @@ def rollout(maps_by_layer: Sequence[Any]) -> jax.Array:
 
 
 def copying_score(config: DecoderConfig, params: Any) -> tuple[np.ndarray, ...]:
-  """How far each head raises the logits of the tokens that it attends to.
+  """Measures how far a head raises the logits of tokens that it attends to.
 
     sum lambda / sum |lambda|,   lambda the eigenvalues of
     W_E diag(a) W_V^h W_O^h diag(f) W_U,   (m, m)
@@ -309,7 +322,7 @@ def copying_score(config: DecoderConfig, params: Any) -> tuple[np.ndarray, ...]:
 
 
 def has_copying_score(config: DecoderConfig) -> bool:
-  """Whether values are one product with a kernel (d, n, v) per group."""
+  """Tells whether values are one product with a kernel (d, n, v) per group."""
   values = [attention.table.get('value') for attention in config.layers]
   return all(
     isinstance(value, Projection) and value.kernel_letters == 'dnv'
@@ -320,9 +333,9 @@ def has_copying_score(config: DecoderConfig) -> bool:
 def head_scores(
   config: DecoderConfig,
   params: Any,
-  tokens: Any,
+  tokens: ArrayLike,
   separators: Sequence[int] = (),
-  queries: Any = None,
+  queries: ArrayLike | None = None,
 ) -> list[Row]:
   """A table of all scores: a row for each head of each layer.
 
@@ -419,7 +432,7 @@ def repeated_tokens(
 def _attention_maps(
   config: DecoderConfig, params: Any, tokens: jax.Array
 ) -> tuple[jax.Array, ...]:
-  """What the layers sow; logits that nobody asks for are not computed."""
+  """Collects what the layers sow, without computing logits."""
   _, sown = DecoderLM(config).apply(
     {'params': params}, tokens, sow_weights=True, mutable='intermediates'
   )
@@ -466,7 +479,9 @@ def _bits(p: jax.Array) -> jax.Array:
   return -jnp.sum(p * logs, axis=-1) / math.log(2)
 
 
-def _mass(maps: jax.Array, pairs: jax.Array, queries: Any) -> jax.Array:
+def _mass(
+  maps: jax.Array, pairs: jax.Array, queries: ArrayLike | None
+) -> jax.Array:
   """The weight on marked pairs (b or 1, t or 1, s), of queries with a mark."""
   b, _, t, s = maps.shape
   pairs = jnp.broadcast_to(pairs, (b, t, s))
@@ -475,7 +490,7 @@ def _mass(maps: jax.Array, pairs: jax.Array, queries: Any) -> jax.Array:
   return _mean(mass, _counted(maps, queries) & has_one)
 
 
-def _counted(maps: jax.Array, queries: Any) -> jax.Array:
+def _counted(maps: jax.Array, queries: ArrayLike | None) -> jax.Array:
   """The queries (b, h, t) that count and may attend to something."""
   used = jnp.any(maps != 0, axis=-1)
   if queries is None:
@@ -490,7 +505,7 @@ def _mean(values: jax.Array, counted: jax.Array) -> jax.Array:
     return jnp.mean(values, axis=(0, 2), where=counted)
 
 
-def _as_maps(maps: Any, square: bool = False) -> jax.Array:
+def _as_maps(maps: ArrayLike, square: bool = False) -> jax.Array:
   """Maps (b, h, t, s) in float32 at least."""
   maps = jnp.asarray(maps)
   letters = '(b, h, t, t)' if square else '(b, h, t, s)'
@@ -502,7 +517,7 @@ def _as_maps(maps: Any, square: bool = False) -> jax.Array:
   return maps.astype(wide_dtype(maps.dtype))
 
 
-def _as_tokens(tokens: Any, maps: jax.Array) -> jax.Array:
+def _as_tokens(tokens: ArrayLike, maps: jax.Array) -> jax.Array:
   """Integers (b, t)."""
   tokens, wanted = jnp.asarray(tokens), (maps.shape[0], maps.shape[2])
   integers = jnp.issubdtype(tokens.dtype, jnp.integer)
@@ -515,7 +530,7 @@ def _as_tokens(tokens: Any, maps: jax.Array) -> jax.Array:
 
 
 def _as_booleans(
-  name: str, values: Any, letters: str, wanted: tuple[int, ...]
+  name: str, values: ArrayLike, letters: str, wanted: tuple[int, ...]
 ) -> jax.Array:
   """Booleans of a shape."""
   values = jnp.asarray(values)

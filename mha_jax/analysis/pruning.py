@@ -1,4 +1,4 @@
-"""Which heads matter, and the smaller decoder without those that do not.
+"""Measures which heads matter, and prunes the decoder of the others.
 
   scores = head_importance(config, params, batch)         a gradient an example
   losses, loss = ablation_losses(config, params, batch)   a forward pass a head
@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from numpy.typing import ArrayLike
 
 import mha_jax.linen as mha
 from mha_jax.attention import AttentionConfig, Projection, apply, checks, masks
@@ -36,7 +37,7 @@ def loss_with_gates(
   config: DecoderConfig,
   params: Any,
   batch: Batch,
-  gates: Any,
+  gates: jax.Array | np.ndarray | Sequence[ArrayLike],
   means: Sequence[jax.Array] | None = None,
 ) -> jax.Array:
   """The loss of a decoder under head gates.
@@ -97,7 +98,7 @@ def seen(batch: Batch) -> jax.Array:
 def head_means(
   config: DecoderConfig, params: Any, batch: Batch
 ) -> tuple[jax.Array, ...]:
-  """What each head adds to the residual, on average over a batch's positions.
+  """Averages what each head adds to the residual over a batch's positions.
 
     mean_i = mean over examples and `seen` positions of o_i W_o,i
 
@@ -155,7 +156,7 @@ def head_importance(
   normalize: bool = True,
   chunk_size: int = 32,
 ) -> jax.Array:
-  """How much the loss depends on each head, to first order.
+  """Measures how much the loss depends on each head, to first order.
 
     importance_i = mean over examples of |d loss(example) / d gate_i|
 
@@ -230,7 +231,7 @@ def removal_curve(
   config: DecoderConfig,
   params: Any,
   batch: Batch,
-  order: Any,
+  order: ArrayLike,
   kind: str = 'zero',
 ) -> jax.Array:
   """The loss after the first 0, 1, 2, ... heads of an order are gone.
@@ -272,7 +273,7 @@ def removal_curve(
   return _losses(config, params, batch, gates, kind)
 
 
-def order_by(scores: Any) -> np.ndarray:
+def order_by(scores: ArrayLike) -> np.ndarray:
   """The heads from the least to the most score.
 
   `order_by(jax.random.uniform(key, (num_layers, h)))` is a random order.
@@ -299,8 +300,10 @@ def order_by(scores: Any) -> np.ndarray:
   return np.stack(np.unravel_index(order, scores.shape), axis=1)
 
 
-def keep_most(config: DecoderConfig, scores: Any, share: float) -> np.ndarray:
-  """Which heads to keep: the groups of highest score, one a layer at least.
+def keep_most(
+  config: DecoderConfig, scores: ArrayLike, share: float
+) -> np.ndarray:
+  """Chooses heads to keep: the groups of highest score, at least one a layer.
 
   The query heads of a key/value head go or stay together; a group's score is
   the sum of theirs.
@@ -334,7 +337,7 @@ def keep_most(config: DecoderConfig, scores: Any, share: float) -> np.ndarray:
 
 
 def prune_heads(
-  config: DecoderConfig, params: Any, keep: Sequence[Any]
+  config: DecoderConfig, params: Any, keep: Sequence[ArrayLike]
 ) -> tuple[DecoderConfig, dict[str, Any]]:
   """The decoder with some of its heads: what gates of 0 give, but smaller.
 
@@ -418,13 +421,13 @@ def _losses(
 def _means(
   config: DecoderConfig, params: Any, batch: Batch, kind: str
 ) -> tuple[jax.Array, ...] | None:
-  """What stands in a head's place; None: zeros."""
+  """Gives what stands in a head's place; None: zeros."""
   if kind not in KINDS:
     raise ValueError(f'kind={kind!r} must be in {KINDS}')
   return head_means(config, params, batch) if kind == 'mean' else None
 
 
-def _kept(layer: int, keep: Any, h: int) -> np.ndarray:
+def _kept(layer: int, keep: ArrayLike, h: int) -> np.ndarray:
   """The heads of a layer that stay, in their order."""
   heads = np.asarray(keep)
   if heads.dtype == bool:

@@ -93,7 +93,7 @@ class CopyTask:
 
   @property
   def symbols(self) -> tuple[int, ...]:
-    """Those to copy, no pairs."""
+    """The tokens of single symbols, which pairs are made of."""
     return tuple(range(FIRST_SYMBOL, FIRST_SYMBOL + self.num_symbols))
 
   def token_text(self, token: int) -> str:

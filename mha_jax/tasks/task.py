@@ -1,4 +1,4 @@
-"""What a task is to training: a vocabulary, a length and batches."""
+"""Defines a task as training sees it: a vocabulary, a length and batches."""
 
 import abc
 from typing import Protocol
@@ -69,5 +69,5 @@ class Task(Protocol):
     return tuple(x for x in range(self.vocab_size) if x not in separators)
 
   def token_text(self, token: int) -> str:
-    """How a token is shown to a reader."""
+    """Writes a token as a reader is shown it."""
     return str(token)

@@ -69,7 +69,7 @@ class TextTask:
 
   @property
   def source(self) -> str:
-    """Which text it is and how much of it, in words."""
+    """Describes the text and its size in words."""
     train, rest = (len(self._windows(split)[0]) for split in SPLITS)
     name = f'the plays of {PLAYS}' if self.path is None else self.path
     return f'{name}, {train:,} bytes to train on, {rest:,} to validate'

@@ -168,7 +168,7 @@ class Checkpoints:
 
 
 def _check_digests(folder: pathlib.Path, step: int) -> bool:
-  """Whether the files are known to be those that were written.
+  """Tells whether the files are known to be those that were written.
 
   Not where there are no digests, as a process leaves it that was killed just
   before writing them.

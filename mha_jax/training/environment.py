@@ -1,4 +1,4 @@
-"""Where a run was started: env.json, a list with an entry for each start.
+"""Records where a run was started: env.json, an entry for each start.
 
 What the numbers depend on besides the config is in it, so that a run does not
 go on elsewhere without a word.
@@ -43,7 +43,7 @@ MAY_DIFFER = (
   'optimized',
   'jax_disable_jit',
 )
-"""What may change the numbers, most often in their last bits, or does not."""
+"""Facts that may change the numbers, most often in their last bits alone."""
 
 
 def environment() -> dict[str, Any]:
@@ -118,7 +118,7 @@ def warn_of_changes(workdir: pathlib.Path) -> None:
 
 
 def _changed(workdir: pathlib.Path, names: Sequence[str]) -> list[str]:
-  """What of these entries the last start has otherwise."""
+  """Gives those of these entries that were different at the last start."""
   starts = _starts(workdir / 'env.json')
   if not starts:
     return []

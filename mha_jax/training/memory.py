@@ -1,4 +1,4 @@
-"""What a training step keeps in memory, reckoned before anything is allocated.
+"""Estimates a training step's memory before anything is allocated.
 
 The sum is too small, by a factor of 1.5 to 3 for small decoders on a CPU, so
 what `check` refuses cannot be had.
@@ -52,12 +52,12 @@ MAKES = {
 }
 """The parts of a step's memory, and what of an experiment makes them large."""
 FIELDS = {'task.max_len': 'task.length', 'task.vocab_size': 'task.num_symbols'}
-"""What to name in place of what many tasks reckon from these fields."""
+"""The fields to name in an error where a task derives a size from them."""
 CONTAINER_LIMITS = (
   pathlib.Path('/sys/fs/cgroup/memory.max'),
   pathlib.Path('/sys/fs/cgroup/memory/memory.limit_in_bytes'),
 )
-"""Where Linux tells what a container may use."""
+"""The files in which Linux tells how much memory a container may use."""
 FLOAT32 = 4  # bytes
 
 

@@ -115,7 +115,7 @@ def _sound_up_to(steps: Sequence[int], found: Sequence[int | None]) -> int:
 
 
 def _is_metrics(row: Row | None) -> bool:
-  """Whether a row has a step, a finite loss, and numbers throughout."""
+  """Tells whether a row has a step, a finite loss, and numbers throughout."""
   return (
     row is not None
     and type(row.get('step')) is int

@@ -1,4 +1,4 @@
-"""What a run leaves on disk, and whose folder it is.
+"""Reads and writes what a run leaves on disk, and tells whose folder it is.
 
 config.json    all that the run depends on
 env.json       where it was started, see environment.py
@@ -34,7 +34,7 @@ class RecordError(ValueError):
 
 
 class RecordWarning(UserWarning):
-  """What a folder of records holds can be used, but something is amiss."""
+  """A folder of records can be used, but something in it is amiss."""
 
 
 def check_name(flag: str, name: str | pathlib.Path) -> None:

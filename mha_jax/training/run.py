@@ -26,7 +26,7 @@ from mha_jax.training.signals import StopRequest, stop_on_signal
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-  """How a run ended.
+  """The end of a run: its step, metrics and parameters.
 
   Args:
     step: steps taken in all.

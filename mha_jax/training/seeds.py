@@ -21,7 +21,7 @@ from mha_jax.training.signals import StopRequest
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-  """What all seeds became; every array leads with the seed.
+  """The result of training all seeds; every array leads with the seed.
 
   Args:
     params: the parameters at the end.

@@ -68,14 +68,14 @@ class OptimizerConfig:
 
   @property
   def usual(self) -> dict[str, float]:
-    """What many optimisers take."""
+    """The arguments that many optimisers take, by name."""
     names = ('b1', 'b2', 'weight_decay')
     return {name: getattr(self, name) for name in names}
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-  """How long and on how much.
+  """The length of a training, and the size of its batches.
 
   Args:
     seed: of parameters, batches and dropout.
@@ -124,7 +124,7 @@ class Experiment:
 
 @pytree
 class TrainState:
-  """What changes from step to step."""
+  """The part of a training that changes from step to step."""
 
   step: jax.Array  # () int32, steps taken
   params: Any

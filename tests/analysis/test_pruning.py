@@ -11,6 +11,7 @@ from absl.testing import parameterized
 from oracles import assert_close, normal
 
 from mha_jax.analysis import pruning
+from mha_jax.attention.variants import VARIANTS
 from mha_jax.decoder import DecoderLM, decoder_config, generate
 from mha_jax.tasks import Batch
 
@@ -347,6 +348,10 @@ def pruned(name):
 
 
 class PruneTest(oracles.X64TestCase):
+  def test_every_variant_is_pruned(self):
+    """A new one needs a case of its name."""
+    self.assertEqual({x.partition('_')[0] for x in PRUNED}, VARIANTS.keys())
+
   @parameterized.parameters(*PRUNED)
   def test_as_gated(self, name):
     """What gates of 0 give, whatever the variant and its options."""

@@ -3,6 +3,7 @@
 import functools
 import re
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ from mha_jax.attention import (
   masks,
   multihead_attention,
 )
+from mha_jax.attention.implementations import OURS
 
 FLOAT32 = 1e-5
 
@@ -40,7 +42,7 @@ def tensor(seed, *shape):
 
 
 class OnceTest(parameterized.TestCase):
-  @parameterized.parameters('exact', 'blockwise')
+  @parameterized.parameters(*OURS)
   def test_second_call(self, implementation):
     """An equal call without jit compiles nothing anew."""
     q, other = tensor(0, 2, 3, 11, 5), tensor(1, 2, 3, 11, 5)
@@ -55,9 +57,7 @@ class OnceTest(parameterized.TestCase):
       f(other, q, q)
     self.assertEqual(count(), 0)
 
-  @parameterized.product(
-    implementation=['exact', 'blockwise'], kept=[None, 'capacity', 'window']
-  )
+  @parameterized.product(implementation=OURS, kept=[None, 'capacity', 'window'])
   def test_second_call_of_a_layer(self, implementation, kept):
     """The pure function and both front ends, cached or not."""
     config = GroupedConfig(15, 3, head_dim=6, rope=Rope())
@@ -106,7 +106,7 @@ class ConstantsTest(parameterized.TestCase):
   """XLA's interpreter folded what follows from a mask, for up to a minute."""
 
   @parameterized.product(
-    implementation=['exact', 'blockwise'],
+    implementation=OURS,
     given=['mask', 'bias', 'joined', 'numbers', 'many values'],
   )
   def test_nothing_follows_from_a_constant(self, implementation, given):
@@ -171,7 +171,7 @@ class ConstantsTest(parameterized.TestCase):
 
 
 class InfinitiesTest(parameterized.TestCase):
-  @parameterized.parameters('exact', 'blockwise')
+  @parameterized.parameters(*OURS)
   def test_debug_infs(self, implementation):
     """Scores of -inf, and queries of nothing, are no result."""
     q = tensor(0, 2, 3, 11, 5)
@@ -184,9 +184,14 @@ class InfinitiesTest(parameterized.TestCase):
       return jnp.sum(out**2)
 
     with jax.debug_infs(True):
-      jax.grad(loss)(q)
-      loss(q)
-      attend(q[1, 0], q[1, 0], q[1, 0], mask=masks.causal())
+      found = (
+        jax.grad(loss)(q),
+        loss(q),
+        attend(q[1, 0], q[1, 0], q[1, 0], mask=masks.causal()),
+      )
+      with self.assertRaises(FloatingPointError):
+        jnp.log(jnp.zeros(3))  # the option is on
+    chex.assert_tree_all_finite(found)
 
 
 def grouped_and_latent():

@@ -41,59 +41,72 @@ def on(device):
   return mock.patch.object(jax, 'devices', return_value=[device])
 
 
+CHOSEN = (
+  # The device, what is unlike the standard call, what 'auto' takes.
+  (CPU, {}, 'blockwise'),
+  (GPU, {}, 'cudnn'),
+  (OLD_GPU, {}, 'blockwise'),
+  (AMD, {}, 'blockwise'),
+  (TPU, {}, 'splash'),
+  (GPU, {'mask': None}, 'cudnn'),
+  (GPU, {'mask': masks.causal() & masks.window(99, None)}, 'cudnn'),
+  (GPU, {'mask': masks.window(9, 9)}, 'blockwise'),
+  (TPU, {'mask': masks.window(9, 9)}, 'splash'),
+  (GPU, {'mask': masks.lengths([4])}, 'blockwise'),
+  (GPU, {'mask': masks.causal() | masks.window(1, 1)}, 'blockwise'),
+  (GPU, {'s': 4096}, 'blockwise'),
+  (GPU, {'dtype': jnp.float32}, 'blockwise'),
+  (TPU, {'dtype': jnp.float32}, 'splash'),
+  (GPU, {'widths': ((128, 64), 128)}, 'blockwise'),
+  (GPU, {'widths': ((128,), 64)}, 'blockwise'),
+  (GPU, {'widths': ((60,), 60)}, 'blockwise'),
+  (TPU, {'widths': ((64,), 64)}, 'blockwise'),
+  (TPU, {'t': 2000, 's': 2000}, 'blockwise'),
+  (GPU, {'given': ('bias',)}, 'blockwise'),
+  (GPU, {'given': ('dropout',)}, 'blockwise'),
+  (GPU, {'given': ('return_residual',)}, 'blockwise'),
+  (GPU, {'given': ('return_weights',)}, 'exact'),
+  (GPU, {'t': 64, 's': 64}, 'exact'),
+  (CPU, {'t': 64, 's': 1024}, 'blockwise'),
+  (CPU, {'t': 16384, 's': 64}, 'blockwise'),
+  (CPU, {'t': 0}, 'exact'),
+  (CPU, {'t': 1}, 'blockwise'),
+  (GPU, {'t': 1}, 'exact'),
+  (GPU, {'given': ('k and v of other numbers of heads',)}, 'blockwise'),
+)
+REFUSED = (
+  # The device, what is asked for, what is unlike the standard call, why not.
+  (CPU, 'cudnn', {}, 'wants an NVIDIA GPU'),
+  (CPU, 'splash', {}, 'wants a TPU'),
+  (GPU, 'cudnn', {'given': ('bias',)}, 'takes no bias'),
+  (GPU, 'cudnn', {'s': 4096}, 'as many queries as keys, not 2048 and 4096'),
+  (GPU, 'cudnn', {'widths': ((8, 8), 8)}, 'no keys in parts'),
+  (GPU, 'cudnn', {'mask': masks.lengths([3])}, 'but causal and window'),
+  (GPU, 'cudnn', {'mask': masks.window(9, 9)}, 'end at the query'),
+  (GPU, 'cudnn', {'dtype': jnp.float32}, 'bfloat16 or float16'),
+  (GPU, 'cudnn', {'widths': ((60,), 60)}, 'not 60 and 60'),
+  (TPU, 'splash', {'t': 130, 's': 130}, 't=130'),
+  (TPU, 'splash', {'dtype': jnp.float16}, 'bfloat16 or float32'),
+  (CPU, 'blockwise', {'given': ('return_weights',)}, 'return_weights'),
+  (TPU, 'splash', {'given': ('return_weights',)}, 'return_weights'),
+)
+
+
 class AutoTest(parameterized.TestCase):
-  @parameterized.parameters(
-    (CPU, {}, 'blockwise'),
-    (GPU, {}, 'cudnn'),
-    (OLD_GPU, {}, 'blockwise'),
-    (AMD, {}, 'blockwise'),
-    (TPU, {}, 'splash'),
-    (GPU, {'mask': None}, 'cudnn'),
-    (GPU, {'mask': masks.causal() & masks.window(99, None)}, 'cudnn'),
-    (GPU, {'mask': masks.window(9, 9)}, 'blockwise'),
-    (TPU, {'mask': masks.window(9, 9)}, 'splash'),
-    (GPU, {'mask': masks.lengths([4])}, 'blockwise'),
-    (GPU, {'mask': masks.causal() | masks.window(1, 1)}, 'blockwise'),
-    (GPU, {'s': 4096}, 'blockwise'),
-    (GPU, {'dtype': jnp.float32}, 'blockwise'),
-    (TPU, {'dtype': jnp.float32}, 'splash'),
-    (GPU, {'widths': ((128, 64), 128)}, 'blockwise'),
-    (GPU, {'widths': ((128,), 64)}, 'blockwise'),
-    (GPU, {'widths': ((60,), 60)}, 'blockwise'),
-    (TPU, {'widths': ((64,), 64)}, 'blockwise'),
-    (TPU, {'t': 2000, 's': 2000}, 'blockwise'),
-    (GPU, {'given': ('bias',)}, 'blockwise'),
-    (GPU, {'given': ('dropout',)}, 'blockwise'),
-    (GPU, {'given': ('return_residual',)}, 'blockwise'),
-    (GPU, {'given': ('return_weights',)}, 'exact'),
-    (GPU, {'t': 64, 's': 64}, 'exact'),
-    (CPU, {'t': 64, 's': 1024}, 'blockwise'),
-    (CPU, {'t': 16384, 's': 64}, 'blockwise'),
-    (CPU, {'t': 0}, 'exact'),
-    (CPU, {'t': 1}, 'blockwise'),
-    (GPU, {'t': 1}, 'exact'),
-    (GPU, {'given': ('k and v of other numbers of heads',)}, 'blockwise'),
-  )
+  def test_every_implementation_has_a_row(self):
+    """Each is taken somewhere, and all but the exact form refused somewhere."""
+    names = {*implementations.NAMES} - {'auto'}
+    self.assertEqual({name for _, _, name in CHOSEN}, names)
+    self.assertEqual({x[1] for x in REFUSED}, names - {'exact'})
+    self.assertEqual({*implementations.OURS, *implementations.KERNELS}, names)
+
+  @parameterized.parameters(*CHOSEN)
   def test_auto(self, device, changes, wanted):
     """A fused kernel where it keeps the contracts, blocks for long calls."""
     with on(device):
       self.assertEqual(implementations.choose('auto', call(**changes)), wanted)
 
-  @parameterized.parameters(
-    (CPU, 'cudnn', {}, 'wants an NVIDIA GPU'),
-    (CPU, 'splash', {}, 'wants a TPU'),
-    (GPU, 'cudnn', {'given': ('bias',)}, 'takes no bias'),
-    (GPU, 'cudnn', {'s': 4096}, 'as many queries as keys, not 2048 and 4096'),
-    (GPU, 'cudnn', {'widths': ((8, 8), 8)}, 'no keys in parts'),
-    (GPU, 'cudnn', {'mask': masks.lengths([3])}, 'but causal and window'),
-    (GPU, 'cudnn', {'mask': masks.window(9, 9)}, 'end at the query'),
-    (GPU, 'cudnn', {'dtype': jnp.float32}, 'bfloat16 or float16'),
-    (GPU, 'cudnn', {'widths': ((60,), 60)}, 'not 60 and 60'),
-    (TPU, 'splash', {'t': 130, 's': 130}, 't=130'),
-    (TPU, 'splash', {'dtype': jnp.float16}, 'bfloat16 or float32'),
-    (CPU, 'blockwise', {'given': ('return_weights',)}, 'return_weights'),
-    (TPU, 'splash', {'given': ('return_weights',)}, 'return_weights'),
-  )
+  @parameterized.parameters(*REFUSED)
   def test_a_forced_choice_says_why_not(self, device, name, changes, reason):
     """And what to do instead."""
     with (

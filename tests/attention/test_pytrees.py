@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
+from examples import kinds_of
 from jax import export
 from oracles import assert_close, normal
 
@@ -20,7 +21,7 @@ from mha_jax.attention import (
   masks,
 )
 from mha_jax.attention.axes import Axis, Blocks
-from mha_jax.attention.caches import View
+from mha_jax.attention.caches import Cache, View
 from mha_jax.attention.one_head.block_pairs import BlockPairs
 from mha_jax.tasks.task import Batch
 
@@ -61,6 +62,11 @@ KINDS = {
 
 class EqualityTest(parameterized.TestCase):
   """True or False, never an array."""
+
+  def test_every_kind_has_a_row(self):
+    """A new mask or cache must have one above."""
+    found = {type(make()).__name__ for make in KINDS.values()}
+    self.assertContainsSubset(kinds_of(masks.Mask) | kinds_of(Cache), found)
 
   @parameterized.parameters(*KINDS)
   def test_equal(self, name):

@@ -9,7 +9,7 @@ import scripts
 from absl.testing import parameterized
 
 from experiments import check_costs
-from experiments.harness import command_line
+from experiments.harness import config_files
 from mha_jax.analysis.costs import hardware
 
 TINY = '--config=configs/check_costs.py:tiny'
@@ -44,7 +44,7 @@ class CheckCostsTest(parameterized.TestCase):
 
   def test_one_head(self):
     """Has no group to share: GQA would be MHA again."""
-    config = command_line.load_config('configs/check_costs.py:tiny')
+    config = config_files.load_config('configs/check_costs.py:tiny')
     config.num_heads = 1
     self.assertEqual([*check_costs.models_of(config)], ['MHA', 'MLA'])
 

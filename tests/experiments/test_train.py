@@ -11,6 +11,7 @@ from absl.testing import parameterized
 
 from experiments import train
 from mha_jax.attention import num_params
+from mha_jax.attention.variants import VARIANTS
 from mha_jax.training import train as train_lib
 
 OVERRIDES = (
@@ -23,15 +24,28 @@ OVERRIDES = (
 )
 
 
+TRAINED = (
+  # A variant with its flags, and the parameters of its attention.
+  (('gqa', 'num_kv_heads=2'), 16 * (2 * 16 + 2 * 8)),
+  (
+    ('mla', 'kv_lora_rank=8', 'positions=rope', 'qk_rope_head_dim=2'),
+    16 * (16 + 8 + 8 + 2 + 16) + 8 + 8 * 2 * 16,
+  ),
+  (('gta', 'num_kv_heads=2', 'head_dim=4'), 16 * (16 + 8 + 2 + 16)),
+)
+ELSEWHERE = {
+  'mha',  # the default, which every other test trains
+  'mqa',  # of OVERRIDES
+}
+
+
 class VariantsTest(parameterized.TestCase):
-  @parameterized.parameters(
-    (('gqa', 'num_kv_heads=2'), 16 * (2 * 16 + 2 * 8)),
-    (
-      ('mla', 'kv_lora_rank=8', 'positions=rope', 'qk_rope_head_dim=2'),
-      16 * (16 + 8 + 8 + 2 + 16) + 8 + 8 * 2 * 16,
-    ),
-    (('gta', 'num_kv_heads=2', 'head_dim=4'), 16 * (16 + 8 + 2 + 16)),
-  )
+  def test_every_variant_is_trained(self):
+    """A new one needs a row above."""
+    here = {options[0] for options, _ in TRAINED}
+    self.assertEqual(here | ELSEWHERE, VARIANTS.keys())
+
+  @parameterized.parameters(*TRAINED)
   def test_trains(self, options, attention_params):
     """Every variant by flags alone; its parameters are those of its sizes."""
     workdir = self.enter_context(tempfile.TemporaryDirectory())
@@ -93,7 +107,7 @@ class TrainTest(parameterized.TestCase):
     """They reach config.json, beside what the file says."""
     config = json.loads((self.workdir / 'config.json').read_text())
     self.assertEqual(config['model']['attention']['num_heads'], 2)
-    self.assertEqual(config['model']['attention'], 'mqa')
+    self.assertEqual(config['model']['attention']['kind'], 'mqa')
     self.assertEqual(config['optimizer']['learning_rate'], 0.01)
     self.assertEqual(config['train']['steps'], 10)
     self.assertEqual(config['train']['seed'], 7)

@@ -302,6 +302,7 @@ class LossTest(parameterized.TestCase):
       self.batch,
       targets=jnp.where(self.batch.weights > 0, self.batch.targets, 0),
     )
+    self.assertTrue(np.any(elsewhere.targets != self.batch.targets))
     plain = grad(self.params, self.batch)
     oracles.assert_same_bits(grad(self.params, elsewhere), plain)
     answer = dataclasses.replace(

@@ -37,7 +37,7 @@ LESS = 0.97
 
 
 def reasons(choice: Choice) -> list[str]:
-  """Why the recommendation is what it is, a sentence or two each."""
+  """Gives the reasons for the recommendation, a sentence or two each."""
   best = choice.best
   return [
     _body(best),
@@ -50,7 +50,7 @@ def reasons(choice: Choice) -> list[str]:
 
 
 def remedies(choice: Choice) -> dict[str, list[str]]:
-  """What to change when 'memory' or 'latency' is short.
+  """Lists changes that help where 'memory' or 'latency' is short.
 
   What keeps the quality comes first, then what saves most.
 
@@ -81,7 +81,7 @@ def remedies(choice: Choice) -> dict[str, list[str]]:
 
 
 def rules_in_words(choice: Choice) -> list[str]:
-  """What each rule dropped, where it did, and why there is one."""
+  """Says of each rule that dropped something how much, and why it exists."""
   count = len(choice.feasible) + sum(map(len, choice.dropped.values()))
   return [
     f'{rule.name} dropped {len(choice.dropped[rule.name])} of {count:,}: '
@@ -207,7 +207,7 @@ def _dropped(choice: Choice) -> list[str]:
 
 
 def _latent(choice: Choice) -> list[str]:
-  """How latent attention would do, where it is not recommended."""
+  """Compares latent attention where it is not recommended."""
   best = choice.best
   rows = [x for x in choice.strategies if x.candidate.kind == 'MLA']
   if best.candidate.kind == 'MLA' or not rows:

@@ -35,7 +35,7 @@ NARROW = 2048
 TIED_SHARE = 0.15
 """Embeddings are tied where two tables would be more of the parameters."""
 TOLERANCE = 0.03
-"""How far parameters may be from the budget."""
+"""The greatest relative difference of the parameters from the budget."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Candidate:
 
   @property
   def words(self) -> str:
-    """Such as 'GQA, 32 heads of 128, 8 key/value heads'."""
+    """Describes it, as in 'GQA, 32 heads of 128, 8 key/value heads'."""
     n = self.num_kv_heads
     keeps = f'a latent of {self.attention.cache_elements}'
     if n is not None:

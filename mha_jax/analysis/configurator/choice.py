@@ -34,7 +34,7 @@ STRAY = 2.0
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-  """What `choose` found.
+  """The result of `choose`: the recommendation, and its alternatives.
 
   Args:
     best: the recommendation.
@@ -115,7 +115,7 @@ def best_of(feasible: Sequence[Costed]) -> Costed:
 
 
 def axes(costed: Costed) -> tuple[float, float, float]:
-  """What the front weighs: a device's cache, seconds of a step, points lost."""
+  """Gives a device's cache (bytes), a step (seconds) and the points lost."""
   lost = -quality(costed.candidate.attention)
   return costed.cache_bytes, costed.step.seconds, lost
 
@@ -151,7 +151,7 @@ def _preference(costed: Costed) -> float:
 
 
 def _cost(costed: Costed) -> float:
-  """What the objective minimises."""
+  """Computes the cost that the objective minimises."""
   demand, candidate = costed.demand, costed.candidate
   if demand.objective == 'quality':
     size = itemsize('param_dtype', demand.param_dtype)

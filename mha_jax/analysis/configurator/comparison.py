@@ -63,7 +63,7 @@ def differences(costed: Costed, model: Published) -> dict[str, float]:
 
 
 def explain(costed: Costed, model: Published) -> str:
-  """How a published model's cache differs from the candidate's, and why."""
+  """Explains how a published model's cache differs from the candidate's."""
   candidate, demand = costed.candidate, costed.demand
   factors = differences(costed, model)
   ratio = math.prod(factors.values())
@@ -115,7 +115,7 @@ def explain(costed: Costed, model: Published) -> str:
 
 
 def _why(name: str, factor: float, costed: Costed, model: Published) -> str:
-  """What makers may have weighed otherwise."""
+  """Names the reasons that makers may have had for another choice."""
   if name == 'key/value heads':
     theirs = quality(model.shape.layers[0].attention)
     points = theirs - quality(costed.candidate.attention)

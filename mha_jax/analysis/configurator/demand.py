@@ -1,4 +1,4 @@
-"""What a new decoder is asked to be and do, and where."""
+"""A demand: the size of a new decoder, its work and its hardware."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ USABLE = 0.9
 
 @dataclasses.dataclass(frozen=True)
 class Demand:
-  """What a model is to be and do.
+  """The size of a model, the work that it must do, and where.
 
   Args:
     params: how many parameters, within 3 %.
@@ -67,7 +67,7 @@ class Demand:
 
   @property
   def place(self) -> Placement:
-    """Where it runs."""
+    """The placement on the devices."""
     return Placement(
       self.hardware, self.devices, self.param_dtype, self.kv_dtype, self.split
     )

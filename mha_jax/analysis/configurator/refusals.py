@@ -1,4 +1,4 @@
-"""Why no decoder meets a demand, and what to change."""
+"""Errors that say why no decoder meets a demand, and what to change."""
 
 import dataclasses
 import math
@@ -20,11 +20,11 @@ from mha_jax.analysis.costs.counts import BYTES, counted, gigabytes
 SMALLEST = 'int4'
 """No dtype is smaller."""
 MOST_DEVICES = 4096
-"""That are tried."""
+"""The largest number of devices that is tried."""
 
 
 def no_shape(demand: Demand) -> str:
-  """Why nothing has so many parameters, and the nearest budgets that do."""
+  """Says why no shape has so many parameters, and the budgets nearest to it."""
   near = [x for step in (-1, 1) if (x := _nearest_budget(demand, step))]
   take = f'nearest: params={" or ".join(near)}' if near else 'no other has'
   if demand.vocab_size > 256:
@@ -38,7 +38,7 @@ def no_shape(demand: Demand) -> str:
 
 
 def refusal(rule: Rule, left: Sequence[Costed]) -> str:
-  """Which rule drops the last candidates, by how much, and what to change."""
+  """Says which rule drops the last candidates, by how much, and a remedy."""
   demand = left[0].demand
   machine = demand.hardware
   if rule is MEMORY:
@@ -120,7 +120,7 @@ def _memory(left: Sequence[Costed]) -> str:
 
 
 def _holds(demand: Demand, rules: Sequence[Rule] = (SPLIT, MEMORY)) -> bool:
-  """Whether a candidate breaks none of these, nor those of heads."""
+  """Tells whether a candidate breaks none of these rules nor those of heads."""
   asked = (HEAD_DIM, LANES, *rules)
   return any(
     not any(rule.broken_by(costed) for rule in asked)

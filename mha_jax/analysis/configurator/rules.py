@@ -1,4 +1,4 @@
-"""What candidates cost, and the rules that drop some.
+"""Costs of candidates, and the rules that drop some.
 
 costed = Costed(candidate, demand)
 costed.step.seconds, costed.memory
@@ -43,12 +43,12 @@ class Costed:
 
   @functools.cached_property
   def weight_bytes(self) -> float:
-    """On each device."""
+    """Bytes of the weights on each device."""
     return weight_bytes(self.candidate.shape, self.demand.place)
 
   @functools.cached_property
   def cache_bytes(self) -> float:
-    """Of a whole batch, on each device."""
+    """Bytes of a whole batch's cache on each device."""
     demand = self.demand
     return device_cache_bytes(
       self.candidate.shape, demand.place, demand.seq_len, demand.batch
@@ -56,12 +56,12 @@ class Costed:
 
   @property
   def memory(self) -> float:
-    """Bytes on each device."""
+    """Bytes of weights and cache on each device."""
     return self.weight_bytes + self.cache_bytes
 
   @property
   def token_bytes(self) -> float:
-    """Of the cache of a token in all layers, however many devices keep it."""
+    """Bytes of a token's cache in all layers, whatever the devices."""
     elements = self.candidate.attention.cache_elements
     size = itemsize('kv_dtype', self.demand.kv_dtype)
     return elements * self.candidate.num_layers * size
@@ -99,7 +99,7 @@ class Costed:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-  """What a candidate must hold.
+  """A condition that every candidate must meet.
 
   Args:
     name: a word or two.

@@ -1,4 +1,4 @@
-"""What a model costs: parameters, FLOPs and bytes.
+"""Counts of parameters, FLOPs and bytes.
 
   num_params(shape).total                     parameters, by part
   train_flops_per_token(shape, length)
@@ -149,7 +149,7 @@ def decode_flops(shape: ModelShape, length: int, batch: int = 1) -> float:
 
 
 def cache_elements(shape: ModelShape, length: int = 1, batch: int = 1) -> int:
-  """What decoding keeps, in elements; the default is that of one token.
+  """Counts the cached elements; the default is that of one token.
 
     b sum over layers of elements min(length, window)
 
@@ -168,7 +168,7 @@ def cache_elements(shape: ModelShape, length: int = 1, batch: int = 1) -> int:
 def cache_bytes(
   shape: ModelShape, length: int = 1, batch: int = 1, dtype: str = 'bf16'
 ) -> float:
-  """What decoding keeps, in bytes; see `cache_elements`."""
+  """Counts the bytes of the cache; see `cache_elements`."""
   return cache_elements(shape, length, batch) * itemsize('dtype', dtype)
 
 
@@ -305,7 +305,7 @@ def core_flops(shape: ModelShape, length: int, devices: int = 1) -> float:
 def attention_step(
   layer: Layer, length: int, devices: int = 1
 ) -> tuple[float, float, float]:
-  """What a new token's attention takes on each device; see `decode_flops`.
+  """Counts a new token's attention on each device; see `decode_flops`.
 
   Args:
     layer: the layer.

@@ -1,4 +1,4 @@
-"""What machines can do: FLOP/s, bytes/s of memory, and how much of it.
+"""Hardware: FLOP/s, bytes/s of memory, and bytes of it.
 
   hardware('h100')      a row of the table
   hardware('my.json')   the user's own, see `from_json`
@@ -24,9 +24,9 @@ import jax.numpy as jnp
 from mha_jax.attention import checks
 
 LEAST = {'flops': 1e9, 'bandwidth': 1e8, 'memory': 1e6}
-"""Less than this is no machine but another unit."""
+"""No machine has less: such a number is in another unit."""
 MOST = {'flops': 1e20, 'bandwidth': 1e18, 'memory': 1e18}
-"""And more none either."""
+"""No machine has more."""
 UNITS = {'flops': 'FLOP/s', 'bandwidth': 'bytes/s', 'memory': 'bytes'}
 
 
@@ -172,7 +172,7 @@ def from_json(path: str | os.PathLike[str]) -> Hardware:
 
 
 def measure_cpu() -> Hardware:
-  """What JAX reaches on this machine's CPU, in about a second.
+  """Measures what JAX reaches on this machine's CPU, in about a second.
 
   FLOP/s are those of a float32 product of two square matrices, bytes/s those of
   a row times a matrix of 256 MiB, as a decoding step reads its weights; the

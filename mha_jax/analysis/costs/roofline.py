@@ -36,7 +36,7 @@ SPLITS = ('heads', 'batch')
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-  """Where and how a model runs.
+  """The devices that a model runs on, and how it is split over them.
 
   Args:
     hardware: each device.
@@ -156,7 +156,7 @@ class Step:
 def decode_step(
   shape: ModelShape, place: Placement, length: int, batch: int = 1
 ) -> Step:
-  """What decoding one token of each sequence takes.
+  """Counts the work of decoding one token of each sequence.
 
   Args:
     shape: the model.

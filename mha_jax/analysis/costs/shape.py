@@ -1,4 +1,4 @@
-"""What a model is made of: attention configs, and what stands around them.
+"""The shape of a model: its attention configs, and the parts around them.
 
   shape = stack(attention, 32, mlp=Mlp(14336), vocab_size=128256)
   shape = decoder_shape(config)               that of a `DecoderLM`, exactly
@@ -98,7 +98,7 @@ class Layer:
       checks.positive('window', self.window)
 
   def keys(self, length: int) -> int:
-    """How many of so many tokens the last one attends to."""
+    """Counts the keys that the last of so many tokens attends to."""
     return length if self.window is None else min(length, self.window)
 
   def pairs(self, length: int, causal: bool = True) -> int:

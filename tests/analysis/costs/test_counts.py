@@ -33,6 +33,7 @@ from mha_jax.attention import (
   init_cache,
   init_table,
 )
+from mha_jax.attention.variants import VARIANTS
 from mha_jax.decoder import DecoderLM, decoder_config
 
 
@@ -140,7 +141,7 @@ def product_flops(jaxpr):
   return total
 
 
-VARIANTS = {
+DRAWN = {
   'mha': st.fixed_dictionaries(
     {'num_heads': st.sampled_from([1, 3]), 'head_dim': st.sampled_from([2, 4])}
   ),
@@ -172,6 +173,15 @@ VARIANTS = {
     }
   ),
 }
+"""What to draw a variant's options from."""
+COUNTED = (
+  grouped(512, 8, k=64),
+  grouped(512, 8, 2, 64),
+  GroupedConfig(512, 8, 1, 64, 96, use_bias=True),
+  TiedConfig(512, 8, 2, 64),
+  latent(8, 'absorbed', 512, None),
+  latent(8, 'expanded', 512, 96),
+)
 AROUND = {
   'd_model': st.sampled_from([30, 60]),
   'vocab_size': st.sampled_from([11, 29]),
@@ -185,7 +195,7 @@ AROUND = {
 @st.composite
 def options_of(draw, attention):
   options = {name: draw(values) for name, values in AROUND.items()}
-  options |= draw(VARIANTS[attention])
+  options |= draw(DRAWN[attention])
   options['num_layers'] = 2
   return options | {'attention': attention}
 
@@ -239,14 +249,13 @@ class RealModelsTest(parameterized.TestCase):
 
     check()
 
-  @parameterized.parameters(
-    (grouped(512, 8, k=64),),
-    (grouped(512, 8, 2, 64),),
-    (GroupedConfig(512, 8, 1, 64, 96, use_bias=True),),
-    (TiedConfig(512, 8, 2, 64),),
-    (latent(8, 'absorbed', 512, None),),
-    (latent(8, 'expanded', 512, 96),),
-  )
+  def test_every_variant_is_counted(self):
+    """A new one needs its options, and a config of its class."""
+    self.assertEqual(DRAWN.keys(), VARIANTS.keys())
+    wanted = {variant.config for variant in VARIANTS.values()}
+    self.assertEqual({type(x) for x in COUNTED}, wanted)
+
+  @parameterized.parameters(*((x,) for x in COUNTED))
   def test_flops_are_those_of_the_products(self, attention):
     """Exactly: of a step, and of a whole sequence, as they are traced."""
     params = jax.eval_shape(

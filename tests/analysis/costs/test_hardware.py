@@ -4,7 +4,6 @@ import dataclasses
 import json
 import pathlib
 import tempfile
-import time
 from unittest import mock
 
 from absl.testing import parameterized
@@ -145,10 +144,8 @@ class FileTest(parameterized.TestCase):
 
 class CpuTest(parameterized.TestCase):
   def test_measured(self):
-    """A second, and numbers that a machine of this decade can have."""
-    begin = time.perf_counter()
+    """Numbers that a machine of this decade can have."""
     cpu = hardware('cpu')
-    self.assertLess(time.perf_counter() - begin, 10)  # 1 on a quiet machine
     self.assertBetween(cpu.flops, 1e9, 1e13)
     self.assertBetween(cpu.bandwidth, 3e8, 2e12)
     total = pathlib.Path('/proc/meminfo')

@@ -1,7 +1,6 @@
 """Grouped-tied attention, the example of a variant, against a loop."""
 
 import jax
-import numpy as np
 import oracles
 from absl.testing import parameterized
 from oracles import assert_close, booleans, normal, random_params
@@ -28,24 +27,9 @@ class TiedTest(oracles.X64TestCase):
     got = apply(
       config, p, x, y if cross else None, mask=mask, return_weights=True
     )
-    q, w, v = (
-      np.moveaxis(np.tensordot(a, p[name]['kernel'], axes=(2, 0)), 2, 1)
-      for name, a in (('query', x), ('query_rope', x), ('value', y))
-    )
-    u = (y @ p['key_rope']['kernel'])[:, None]
-    if rope is not None:
-      w, u = (
-        oracles.rotate(a, np.arange(a.shape[2]), 10.0, 'half') for a in (w, u)
-      )
-    u = np.broadcast_to(u, (*v.shape[:3], 6))
-    result = oracles.attention(
-      np.concatenate([q, w], -1),
-      np.concatenate([v[..., :6], u], -1),
-      v,
-      allowed=mask,
-    )
-    out = np.tensordot(result.out, p['out']['kernel'], axes=((1, 3), (0, 1)))
-    assert_close(got, (out, result.weights))
+    theta = None if rope is None else (rope.theta, rope.layout)
+    wanted = oracles.tied(p, x, y, rope=theta, allowed=mask)
+    assert_close(got, wanted)
 
   def test_the_cache_is_smaller(self):
     """n v + v / 2 elements a token, a little over half of GQA's 2 n v."""

@@ -17,7 +17,7 @@ import scripts
 from absl.testing import parameterized
 
 from experiments import benchmark, configure_heads, kv_cache, sweep_heads, train
-from experiments.harness import command_line
+from experiments.harness import command_line, config_files
 from mha_jax.training.record import RecordError, RecordWarning
 
 SCRIPTS = {'train': train, 'sweep_heads': sweep_heads}
@@ -375,7 +375,7 @@ class LoadConfigTest(parameterized.TestCase):
     """Whatever the file does is one ValueError that names the file."""
     self.path.write_text(text)
     with self.assertRaisesRegex(ValueError, message) as caught:
-      command_line.load_config(str(self.path))
+      config_files.load_config(str(self.path))
     self.assertIn(f'--config={self.path}', str(caught.exception))
 
   def test_sections_left_out(self):
@@ -384,12 +384,12 @@ class LoadConfigTest(parameterized.TestCase):
       'from ml_collections import ConfigDict\n'
       'def get_config(x=""): return ConfigDict({"task": {"length": 3}})\n'
     )
-    whole = command_line.load_config('configs/copy_task.py')
+    whole = config_files.load_config('configs/copy_task.py')
     whole.task.length = 3
-    config = command_line.load_config(str(self.path))
+    config = config_files.load_config(str(self.path))
     self.assertEqual(config.name, 'own')
     self.assertEqual(config.to_dict() | {'name': whole.name}, whole.to_dict())
-    named = command_line.load_config(f'{self.path}:a,b')
+    named = config_files.load_config(f'{self.path}:a,b')
     self.assertEqual(named.name, 'own-a-b')
     for field, bad in (('num_kv_heads', 'x'), ('head_dim', 1.5)):
       with self.assertRaises((TypeError, ValueError)):  # typed as in the class
@@ -442,7 +442,7 @@ class LoadConfigTest(parameterized.TestCase):
         ValueError, 'no folder configs here; change to the checkout'
       ),
     ):
-      command_line.load_config('configs/copy_task.py:tiny')
+      config_files.load_config('configs/copy_task.py:tiny')
 
   def test_variants(self):
     """What follows the colon is the file's, or nothing is passed."""
@@ -451,7 +451,7 @@ class LoadConfigTest(parameterized.TestCase):
       'def get_config(x="none"): return ConfigDict({"x": x})\n'
     )
     for suffix, wanted in (('', 'none'), (':', ''), (':a,b', 'a,b')):
-      config = command_line.load_config(f'{self.path}{suffix}')
+      config = config_files.load_config(f'{self.path}{suffix}')
       self.assertEqual(config.x, wanted)
 
 

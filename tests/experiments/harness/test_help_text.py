@@ -6,7 +6,7 @@ import scripts
 from absl.testing import parameterized
 
 from experiments import configure_heads
-from experiments.harness import command_line, help_text
+from experiments.harness import config_files, help_text
 
 CONFIGS = sorted(
   str(path.relative_to(scripts.ROOT))
@@ -19,8 +19,8 @@ class MeaningsTest(parameterized.TestCase):
   @parameterized.parameters(*CONFIGS, 'configs/recall.py:induction')
   def test_every_field(self, source):
     """Each has a meaning, and no docstring tells of one that is not there."""
-    config = command_line.load_config(source)
-    module = command_line.config_module(source)
+    config = config_files.load_config(source)
+    module = config_files.config_module(source)
     words = help_text.meanings(config, module)
     if source == 'configs/configure_heads.py':  # whose fields are its flags
       words |= dict.fromkeys(configure_heads.OVERRIDES, 'a flag')
