@@ -1,5 +1,7 @@
 """What the configs of a trained decoder share: model, optimizer, train."""
 
+from collections.abc import Mapping
+
 from ml_collections import ConfigDict
 
 
@@ -40,15 +42,21 @@ def get_config() -> ConfigDict:
   return config
 
 
-def variants(text: str, known: tuple[str, ...]) -> list[str]:
-  """The variants that a text names, in order of the alphabet.
+def one_variant(text: str, known: Mapping[str, str]) -> None:
+  """Raises a ValueError unless a text names one variant, or none."""
+  if text and text not in known:
+    raise ValueError(f'config variant {text!r} must be one of {[*known]}')
+
+
+def variants(text: str, known: Mapping[str, str]) -> list[str]:
+  """Lists the variants that a text names, in order of the alphabet.
 
   Raises:
     ValueError: one is unknown.
   """
   chosen = [name for name in text.split(',') if name]
   if unknown := [name for name in chosen if name not in known]:
-    raise ValueError(f'config variant {unknown} is unknown; use {known}')
+    raise ValueError(f'config variant {unknown} is unknown; use {[*known]}')
   return sorted(chosen)
 
 

@@ -33,6 +33,13 @@ Fields:
 
 from ml_collections import ConfigDict
 
+from configs import base
+
+VARIANTS = {
+  'tiny': 'seconds long, to see that all works',
+  'full': 'all lengths from 64 to 16,384 tokens, and more rounds',
+}
+
 
 def get_config(variants: str = '') -> ConfigDict:
   """The config of the benchmark.
@@ -40,9 +47,7 @@ def get_config(variants: str = '') -> ConfigDict:
   Args:
     variants: 'tiny', 'full' or empty.
   """
-  known = ('', 'tiny', 'full')
-  if variants not in known:
-    raise ValueError(f'variant {variants!r} must be one of {known}')
+  base.one_variant(variants, VARIANTS)
   config = ConfigDict(
     {
       'name': f'benchmark-{variants}' if variants else 'benchmark',

@@ -17,10 +17,12 @@ from ml_collections import ConfigDict
 
 from configs import base
 
+VARIANTS = {'tiny': 'seconds long, to see that all works'}
+
 
 def get_config(variants: str = '') -> ConfigDict:
   """The config of the variants named."""
-  chosen = base.variants(variants, ('tiny',))
+  chosen = base.variants(variants, VARIANTS)
   config = ConfigDict(
     {
       'name': '-'.join(['check_costs', *chosen]),

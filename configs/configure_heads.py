@@ -12,6 +12,8 @@ from ml_collections import ConfigDict, config_dict
 
 from configs import base
 
+VARIANTS = {'tiny': '10 M parameters'}
+
 
 def get_config(variants: str = '') -> ConfigDict:
   """The demand.
@@ -19,7 +21,7 @@ def get_config(variants: str = '') -> ConfigDict:
   Args:
     variants: 'tiny' or empty.
   """
-  chosen = base.variants(variants, ('tiny',))
+  chosen = base.variants(variants, VARIANTS)
   config = ConfigDict(
     {
       'name': '-'.join(['configure_heads', *chosen]),

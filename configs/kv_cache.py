@@ -31,6 +31,7 @@ from typing import Any
 
 from ml_collections import ConfigDict, config_dict
 
+from configs import base
 from mha_jax.analysis.costs.published import published
 from mha_jax.attention import LatentConfig
 
@@ -43,6 +44,10 @@ PUBLISHED = (
   'deepseek_v2',
   'deepseek_v3',
 )
+VARIANTS = {
+  'tiny': 'seconds long, to see that all works',
+  **dict.fromkeys(PUBLISHED, 'the published shape, by formulas alone'),
+}
 
 
 def get_config(variants: str = '') -> ConfigDict:
@@ -51,9 +56,7 @@ def get_config(variants: str = '') -> ConfigDict:
   Args:
     variants: 'tiny' or a published shape; empty: the lesson's layer.
   """
-  known = ('', 'tiny', *PUBLISHED)
-  if variants not in known:
-    raise ValueError(f'variant {variants!r} must be one of {known}')
+  base.one_variant(variants, VARIANTS)
   config = ConfigDict(
     {
       'name': f'kv_cache-{variants}' if variants else 'kv_cache',

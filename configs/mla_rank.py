@@ -5,18 +5,19 @@
   python -m experiments.mla_rank --config=configs/mla_rank.py:full  (30 min)
 
 Two layers, d_model = 64, 8 heads of 8, MLPs of 256. The text is bytes of plays
-(extra `text`; --config.task.path=FILE for another). Variants, joined by commas:
-
-  full  600 steps for 200
-  copy  copying 32 symbols of 32 instead of text
-  tiny  copying 4 symbols, seconds long
+(extra `text`; --config.task.path=FILE for another). The argument after a colon
+picks variants, joined by commas.
 """
 
 from ml_collections import ConfigDict
 
 from configs import base, copy_task, text
 
-VARIANTS = ('tiny', 'copy', 'full')
+VARIANTS = {
+  'tiny': 'copying 4 symbols, seconds long',
+  'copy': 'copying 32 symbols of 32 instead of text',
+  'full': '600 steps for 200',
+}
 
 
 def get_config(variants: str = '') -> ConfigDict:

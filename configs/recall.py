@@ -8,14 +8,17 @@ Two layers of attention, no MLP. Recall reads 8 pairs of a key and a value and
 answers 8 keys: accuracy 1.0 with RoPE, 0.3 to 0.4 with learned positions or
 with 32 keys and values. Induction continues random tokens that repeat after 16
 to 32: accuracy 0.95.
-The argument after a colon picks variants, joined by commas: tiny, induction.
+The argument after a colon picks variants, joined by commas.
 """
 
 from ml_collections import ConfigDict
 
 from configs import base
 
-VARIANTS = ('tiny', 'induction')
+VARIANTS = {
+  'tiny': 'seconds long, to see that all works',
+  'induction': 'random tokens that repeat, instead of pairs to recall',
+}
 
 
 def get_config(variants: str = '') -> ConfigDict:

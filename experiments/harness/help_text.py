@@ -38,6 +38,7 @@ def whole(
   script, config = sys.modules['__main__'], flags.FLAGS.config
   parts = [(script.__doc__ or '').strip(), '', 'Flags:']
   parts += [f'  --config={source}', '      FILE[:variants] with get_config']
+  parts += variants_of(config_file)
   for flag in own.values():
     default = '' if flag.default is None else f'={flag.default_as_str}'
     parts += [f'  --{flag.name}{default}', f'      {flag.help}']
@@ -49,6 +50,12 @@ def whole(
     if name in words:
       parts.append(f'      {words[name]}')
   return '\n'.join(parts)
+
+
+def variants_of(config_file: ModuleType) -> list[str]:
+  """Lists the variants of a config file, with what they are."""
+  known: Mapping[str, str] = getattr(config_file, 'VARIANTS', {})
+  return [f'      :{name}: {meaning}' for name, meaning in known.items()]
 
 
 def meanings(config: ConfigDict, config_file: ModuleType) -> dict[str, str]:

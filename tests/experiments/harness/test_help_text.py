@@ -29,6 +29,19 @@ class MeaningsTest(parameterized.TestCase):
     own = help_text.arguments_of(module.__doc__)
     self.assertEmpty(set(own) - set(fields))
 
+  @parameterized.parameters(*CONFIGS)
+  def test_variants(self, source):
+    """Each that a file takes is named with what it is, and no other."""
+    module = config_files.config_module(source)
+    config = module.get_config()
+    lines = help_text.variants_of(module)
+    names = [line.split(':')[1] for line in lines]
+    self.assertEqual(names, [*module.VARIANTS])
+    for name in names:
+      self.assertNotEqual(module.get_config(name), config)
+    with self.assertRaisesRegex(ValueError, 'config variant .*tiny'):
+      module.get_config('other')
+
   def test_arguments_of(self):
     """One line each, from the list alone, whatever the indent."""
     text = """First line.
