@@ -728,7 +728,7 @@ class MaskTest(parameterized.TestCase):
       'core': functools.partial(dot_product_attention, *qkv),
     }
     with self.assertRaisesRegex(
-      ValueError, r"mask='causal' is a text; pass a mask, as masks.causal\(\)"
+      ValueError, r"mask='causal' is a string; pass a mask, as masks.causal\(\)"
     ):
       calls[entry](mask='causal')
 

@@ -126,7 +126,7 @@ def _check_platforms() -> None:
     reason = str(error).partition('(set JAX')[0].rstrip(' .')
     raise ValueError(
       f'JAX_PLATFORMS={named}: {reason or "no such device here"}; unset it to '
-      'take what there is'
+      'use the devices there are'
     ) from error
 
 

@@ -48,8 +48,8 @@ def config_module(source: str) -> ModuleType:
       f'--config={source}: no file {name!r}; name a Python file with '
       'get_config, for instance configs/copy_task.py'
       if there
-      else f'--config={source}: no folder configs here; change to the checkout '
-      'of mha_jax, where README.md lies, or name a file'
+      else f'--config={source}: no folder configs here; start in the checkout '
+      'of mha_jax, the folder of README.md, or name a file'
     )
   spec = importlib.util.spec_from_file_location('config_file', path)
   if spec is None or spec.loader is None:

@@ -168,8 +168,8 @@ def task_from(config: ConfigDict) -> Task:
     raise ValueError(f'--config.task.kind={kind!r} lacks {missing}, see Task')
   if task.kind != kind or record.as_json(task).get('kind') != kind:
     raise ValueError(
-      f'--config.task.kind={kind!r} has kind={task.kind!r}, by which no run '
-      f'finds it again; give it the field kind: str = {kind!r}'
+      f'--config.task.kind={kind!r} has kind={task.kind!r}, so that no run '
+      f'could find it again; give it the field kind: str = {kind!r}'
     )
   return task
 
@@ -213,8 +213,8 @@ def recorded_experiment(workdir: pathlib.Path) -> Experiment:
     raise ValueError(f'{path} is no config; name the folder of a run')
   if beyond := sorted(set(saved) - set(SECTIONS)):
     raise ValueError(
-      f'{path} has {beyond}, as that of a sweep has, which keeps no model; '
-      'name a folder of experiments.train, or a folder seed-N of probe_heads'
+      f'{path} has {beyond}: it records a sweep, which keeps no model; name '
+      'a folder of experiments.train, or a folder seed-N of probe_heads'
     )
   config = ConfigDict({'name': workdir.name} | saved)
   try:
@@ -240,8 +240,8 @@ def recorded_experiment(workdir: pathlib.Path) -> Experiment:
   if changed := [x for x in {**now, **then} if now.get(x) != then.get(x)]:
     what = 'the text has changed' if changed == ['digest'] else f'{changed}'
     raise ValueError(
-      f'{path} records another task than it builds: {what}; give back what was '
-      'there, or train again'
+      f'{path} records a task that is another one now: {what}; restore what it '
+      'was made of, or train again'
     )
   return experiment
 

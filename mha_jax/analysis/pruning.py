@@ -295,7 +295,7 @@ def order_by(scores: ArrayLike) -> np.ndarray:
       f'scores of shape {scores.shape} must be (num_layers, h), one a head'
     )
   if np.any(np.isnan(scores)):
-    raise ValueError('scores hold NaN, which has no place in an order')
+    raise ValueError('scores hold NaN and cannot be put in order')
   order = np.argsort(scores, axis=None, kind='stable')
   return np.stack(np.unravel_index(order, scores.shape), axis=1)
 
@@ -402,7 +402,7 @@ def _gates_shape(config: DecoderConfig) -> tuple[int, int]:
   if len(set(heads)) > 1:
     raise ValueError(
       f'num_heads={heads} must be the same in every layer; measure the decoder '
-      'before pruning, with gates of 0 for what goes'
+      'before pruning, with gates of 0 for the heads that go'
     )
   return len(heads), heads[0]
 

@@ -279,8 +279,8 @@ def check_cache(config: AttentionConfig, cache: Any, batch: int) -> None:
   if any(len(shape) != 4 for shape in shapes):
     raise ValueError(
       f'cache has entries of shapes {shapes}, which must be (b, heads, slots, '
-      'features); where jax.vmap took b, give it back: jax.tree.map(lambda x: '
-      'x[None], cache)'
+      'features); if jax.vmap took b away, put it back: jax.tree.map('
+      'lambda x: x[None], cache)'
     )
   got = [(b, heads, features) for b, heads, _, features in shapes]
   wanted = [(batch, *shape) for shape in config.entry_shapes]

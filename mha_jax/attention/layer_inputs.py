@@ -53,7 +53,8 @@ def check_sources(
     )
   if config.values_from_keys and inputs_v is not None:
     raise ValueError(
-      'inputs_v is given, but keys and values are made of inputs_k together; '
+      'inputs_v is given, but this attention makes both keys and values of '
+      'inputs_k; '
       'leave inputs_v None'
     )
 
@@ -124,15 +125,15 @@ def valid_of_call(
   columns = mask is not None and mask.by_column
   if cache.window is not None and (columns or scores.bias is not None):
     raise ValueError(
-      'mask or bias goes by columns, which a WindowCache has not; use causal '
-      'and window masks, or a KVCache'
+      'mask or bias goes by columns, but a WindowCache writes over its slots; '
+      'use causal and window masks, or a KVCache'
     )
   left, _ = masks.reach(mask) or (None, None)
   if cache.window is not None and left is not None and left >= cache.window:
     raise ValueError(
-      f'mask sees {left} tokens back, but the cache keeps window='
-      f'{cache.window} tokens, the own one too; make it with window={left + 1} '
-      'or more'
+      f'mask sees {left} tokens back, but the cache keeps only window='
+      f"{cache.window} tokens, the query's own among them; make it with "
+      f'window={left + 1} or more'
     )
   if valid is not None:
     valid = batch.merge(as_valid(valid, (*batch.sizes, t)))

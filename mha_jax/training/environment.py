@@ -150,9 +150,7 @@ def _starts(path: pathlib.Path) -> list[dict[str, Any]]:
   if not isinstance(starts, list) or not all(
     isinstance(x, dict) for x in starts
   ):
-    raise RecordError(
-      f'{path} is no list of starts; give it back as it was, or remove it'
-    )
+    raise RecordError(f'{path} is no list of starts; restore it, or remove it')
   return starts
 
 

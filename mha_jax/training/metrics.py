@@ -94,7 +94,7 @@ def _lines_up_to(path: pathlib.Path, steps: Sequence[int]) -> list[Row]:
   sound = _sound_up_to(steps, found)
   raise RecordError(
     f'{path} has lost what the run wrote up to its checkpoint of step {last}: '
-    f'{"; ".join(told) or "lines out of order"}; give it back as it was, or '
+    f'{"; ".join(told) or "lines out of order"}; restore the file, or '
     f'remove the checkpoints after step {sound} to train from before them again'
   )
 

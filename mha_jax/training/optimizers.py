@@ -35,8 +35,8 @@ def function_of(name: str | None) -> Function:
     known = [x for x in dir(optax) if 'learning_rate' in _takes_of_optax(x)]
     near = difflib.get_close_matches(name, known) or ['sgd', 'lion', 'lamb']
     raise ValueError(
-      f'name={name!r} is no function with a learning_rate; of optax there are '
-      f"{', '.join(near)} and others, your own is 'module:function'"
+      f'name={name!r} is no function that takes learning_rate; optax has '
+      f"{', '.join(near)} and others, your own is written 'module:function'"
     )
   return function
 
@@ -96,8 +96,8 @@ def check(
     jax.eval_shape(step, params)
   except Exception as error:  # of optax, which checks little itself
     raise ValueError(
-      f'name={name!r} with options={dict(options or ())} is no optimiser '
-      f'that gradients are enough for ({error})'
+      f'name={name!r} with options={dict(options or ())} takes no step from '
+      f'gradients alone ({error})'
     ) from error
 
 

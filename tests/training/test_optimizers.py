@@ -94,12 +94,12 @@ class NamesTest(parameterized.TestCase):
     hash(chosen)
 
   @parameterized.parameters(
-    ({'name': 'adamq'}, "name='adamq' is no function with .* adamw"),
+    ({'name': 'adamq'}, "name='adamq' is no function that takes .* adamw"),
     ({'name': 'chain'}, "name='chain' is no function"),
     ({'name': 'nowhere:f'}, "name='nowhere:f' cannot be imported .*nowhere"),
     ({'name': 'my_optimizers:g'}, "my_optimizers:g' cannot be imported"),
     ({'name': 'my_optimizers:number'}, "number' is no function"),
-    ({'name': 'lbfgs'}, "name='lbfgs' .* no optimiser that gradients are"),
+    ({'name': 'lbfgs'}, "name='lbfgs' .* takes no step from gradients"),
     ({'name': 'sgd', 'b1': 0.5}, "b1=0.5 has no effect on name='sgd'"),
     ({'name': 'sgd', 'options': {'speed': 3}}, "{'speed': 3} .*speed"),
     ({'options': {'speed': 3}}, "{'speed': 3} .*speed"),

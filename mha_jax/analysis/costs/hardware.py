@@ -164,7 +164,7 @@ def from_json(path: str | os.PathLike[str]) -> Hardware:
     raise ValueError(f'{path} lacks {missing[0]!r}{unit}')
   for name in ('name', 'source'):
     if not isinstance(values.get(name, ''), str):
-      raise ValueError(f'{path}: {name}={values[name]!r} must be a text')
+      raise ValueError(f'{path}: {name}={values[name]!r} must be a string')
   try:
     return Hardware(**values)
   except ValueError as error:

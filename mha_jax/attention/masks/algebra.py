@@ -262,7 +262,9 @@ def as_mask(mask: Mask | ArrayLike | None) -> Mask | None:
   if checks.is_function(mask):
     raise ValueError(f'mask={mask} is a function; call it, as masks.causal()')
   if isinstance(mask, str):
-    raise ValueError(f'mask={mask!r} is a text; pass a mask, as masks.causal()')
+    raise ValueError(
+      f'mask={mask!r} is a string; pass a mask, as masks.causal()'
+    )
   return mask if mask is None or isinstance(mask, Mask) else dense(mask)
 
 

@@ -321,7 +321,7 @@ class EndsTest(parameterized.TestCase):
       (
         2,
         '',
-        f'error: JAX_PLATFORMS=x: {reason}; unset it to take what there is\n',
+        f'error: JAX_PLATFORMS=x: {reason}; unset it to use the devices there are\n',
       ),
     )
 
@@ -439,7 +439,7 @@ class LoadConfigTest(parameterized.TestCase):
     with (
       contextlib.chdir(self.path.parent),
       self.assertRaisesRegex(
-        ValueError, 'no folder configs here; change to the checkout'
+        ValueError, 'no folder configs here; start in the checkout'
       ),
     ):
       config_files.load_config('configs/copy_task.py:tiny')

@@ -240,7 +240,7 @@ class OwnTaskTest(parameterized.TestCase):
     ('nowhere:Task', "kind='nowhere:Task' cannot be imported .*'nowhere'"),
     ('own_tasks:Missing', "own_tasks:Missing' cannot be imported"),
     ('own_tasks:function', 'must be a frozen dataclass'),
-    ('own_tasks:Unnamed', "has kind='own', by which no run finds it again"),
+    ('own_tasks:Unnamed', "has kind='own', so that no run could find it"),
     ('own_tasks:Abstract', 'abstract method'),
     ('own_tasks:Bare', r"lacks \['vocab_size', 'max_len', 'sample'"),
     ('poem', "kind='poem' must be in .* a class of your own, as"),
