@@ -17,6 +17,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 import mha_jax.linen as mha
 from mha_jax.attention import (
@@ -31,6 +32,7 @@ from mha_jax.attention import (
 from mha_jax.attention.caches import Cache, check_cache
 from mha_jax.attention.checks import as_positions
 from mha_jax.attention.dtypes import wide_dtype
+from mha_jax.attention.notation import ArrayLike
 from mha_jax.generation import generate
 
 __all__ = ['Block', 'DecoderConfig', 'DecoderLM', 'decoder_config', 'generate']
@@ -149,7 +151,13 @@ def decoder_config(
   """Builds a decoder's config from flat options, as flags give them.
 
     decoder_config(50, 64, attention='gqa', num_heads=8, num_kv_heads=2)
-    decoder_config(50, 64, layers=({'num_heads': 8}, {'attention': 'mqa'}))
+    decoder_config(50, 64, attention='mla', kv_lora_rank=16, positions='rope')
+    decoder_config(
+      50, 64, num_layers=2, layers=({'num_heads': 8}, {'attention': 'mqa'})
+    )
+
+  Which options there are, the configs of the variants say: `GroupedConfig`,
+  `LatentConfig`, `TiedConfig`.
 
   Args:
     vocab_size: the number of tokens.
@@ -170,15 +178,6 @@ def decoder_config(
   Raises:
     ValueError: sizes do not fit, or an option is unknown.
   """
-  common = {
-    'attention': attention,
-    'positions': positions,
-    'rope_theta': rope_theta,
-    'd_model': d_model,
-    'num_heads': 4,
-    'use_bias': use_bias,
-    **options,
-  }
   checks.whole('num_layers', num_layers, 1, 10_000)
   changes = [{}] if layers is None else [dict(x) for x in layers]
   if layers is not None and len(changes) != num_layers:
@@ -186,19 +185,12 @@ def decoder_config(
       f'layers of length {len(changes)} must have the changes of each of '
       f'num_layers={num_layers}'
     )
-  configs = [_attention(**{**common, **x}) for x in changes]
-  kinds = {x.get('positions', positions) for x in changes}
-  return DecoderConfig(
-    vocab_size,
-    max_len,
-    tuple(configs),
-    num_layers,
-    mlp_dim,
-    'learned' in kinds,
-    dropout_rate,
-    use_bias,
-    dtype,
-  )
+  common = {'positions': positions, 'rope_theta': rope_theta, 'num_heads': 4}
+  common |= {'attention': attention, 'd_model': d_model, 'use_bias': use_bias}
+  attentions = tuple(_attention(**{**common, **options, **x}) for x in changes)
+  learned = any(x.get('positions', positions) == 'learned' for x in changes)
+  sizes = (vocab_size, max_len, attentions, num_layers, mlp_dim, learned)
+  return DecoderConfig(*sizes, dropout_rate, use_bias, dtype)
 
 
 def _attention(
@@ -265,6 +257,21 @@ class Block(nn.Module):
     return x + y, cache
 
 
+class Embed(nn.Embed):
+  """Flax's, which also looks up indices that an explicit mesh has sharded."""
+
+  def __call__(self, inputs: jax.Array) -> jax.Array:
+    indices = jax.typeof(inputs).sharding
+    if all(dimension is None for dimension in indices.spec):
+      return super().__call__(inputs)
+    (table,) = self.promote_dtype(
+      self.embedding, dtype=self.dtype, inexact=False
+    )
+    spec = PartitionSpec(*indices.spec, None)
+    assert table is not None  # there is one to promote
+    return table.at[inputs].get(out_sharding=NamedSharding(indices.mesh, spec))
+
+
 class DecoderLM(nn.Module):
   """A decoder-only language model.
 
@@ -277,17 +284,28 @@ class DecoderLM(nn.Module):
   @nn.compact
   def __call__(
     self,
-    tokens: Any,
+    tokens: ArrayLike,
     *,
-    mask: Any = None,
+    mask: masks.Mask | ArrayLike | None = None,
     deterministic: bool = True,
-    input_positions: Any = None,
-    head_gates: Any = None,
+    input_positions: ArrayLike | None = None,
+    head_gates: ArrayLike | None = None,
     sow_weights: bool = False,
     cache: tuple[Cache, ...] | None = None,
-    valid: Any = None,
+    valid: ArrayLike | None = None,
   ) -> Any:
     """Predicts the next token at every position.
+
+      model = DecoderLM(decoder_config(vocab_size=50, max_len=64))
+      variables = model.init(key, tokens)
+      logits = model.apply(variables, tokens)
+      cache = model.init_cache(batch_size=2, capacity=32)
+      logits, cache = model.apply(variables, tokens, cache=cache)
+
+    A causal mask is always there, and the mask given is joined with it.
+    Positions are 0 .. t-1, with a cache those after what it holds, unless they
+    are given; RoPE, learned positions and masks all go by them. `generate`
+    continues prompts in one compiled program.
 
     Args:
       tokens: (b, t) integers below vocab_size.
@@ -297,8 +315,10 @@ class DecoderLM(nn.Module):
       input_positions: (b, t) or (t,) integers; None: 0 .. t-1.
       head_gates: (num_layers, h) factors of each head's output; where layers
         differ in h, a sequence of (h,) arrays.
-      sow_weights: whether the attention weights go to 'intermediates'.
-      cache: a cache for each layer, from `init_cache`; tokens continue it.
+      sow_weights: whether the attention weights, before dropout, are sown into
+        the collection 'intermediates', see below.
+      cache: a cache for each layer, from `init_cache`; tokens continue it. None:
+        none, all tokens are here.
       valid: (b, t) with a cache, False for padding; None: all are tokens.
 
     Returns:
@@ -306,61 +326,26 @@ class DecoderLM(nn.Module):
       of them and the new cache.
 
     Raises:
-      ValueError: tokens are no integers (b, t), or longer than max_len.
+      ValueError: tokens are no integers (b, t), or longer than max_len; the
+        cache, gates or positions do not fit.
+
+    The attention weights of every block are sown under its name:
+
+      logits, state = model.apply(
+        variables, tokens, sow_weights=True, mutable='intermediates'
+      )
+      state['intermediates']['block_0']['attention']['attention_weights'][0]
     """
     config = self.config
-    tokens = jnp.asarray(tokens)
-    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-      raise ValueError(
-        f'tokens must be integers of shape (b, t), got {tokens.dtype} of shape '
-        f'{tokens.shape}'
-      )
-    b, t = tokens.shape
-    if cache is not None:
-      if input_positions is not None:
-        raise ValueError('input_positions come from the cache; leave them None')
-      _check_layers(config, cache, b)
-      if valid is not None:
-        valid = layer_inputs.as_valid(valid, (b, t))
-        tokens = jnp.where(valid, tokens, 0)  # whatever stands there
-    input_positions = as_positions(
-      'input_positions', input_positions, (b, t), (1, t), (t,)
+    tokens, positions, valid = _checked(
+      config, tokens, input_positions, cache, valid
     )
     gates = _gates_by_layer(config, head_gates)
-    checks.known_range(
-      'tokens',
-      tokens,
-      0,
-      config.vocab_size - 1,
-      f', below vocab_size={config.vocab_size}; raise it or cut tokens',
-    )
-    x = nn.Embed(
-      config.vocab_size, config.d_model, dtype=config.dtype, name='embed'
-    )(tokens)
+    size: dict[str, Any] = {'features': config.d_model, 'dtype': config.dtype}
+    x = Embed(config.vocab_size, name='embed', **size)(tokens)
     if config.learned_positions:
-      known = isinstance(t, int)  # not a symbolic dimension
-      if cache is None and known and t > config.max_len:
-        raise ValueError(
-          f'tokens of length {t} exceed max_len={config.max_len} learned '
-          "positions; raise max_len or use positions='rope'"
-        )
-      positions = jnp.arange(t) if input_positions is None else input_positions
-      name = 'input_positions'
-      if cache is not None:
-        name, positions = 'positions in cache', cache[0].positions(t, valid)
-        if valid is not None:
-          positions = jnp.where(valid, positions, 0)
-      checks.known_range(
-        name,
-        positions,
-        0,
-        config.max_len - 1,
-        f', below max_len={config.max_len}; raise it or cut the sequence',
-      )
-      rows = jnp.reshape(positions, (positions.size // max(t, 1), t))
-      x = x + nn.Embed(
-        config.max_len, config.d_model, dtype=config.dtype, name='positions'
-      )(rows)
+      rows = _learned_rows(config, tokens.shape[1], positions, cache, valid)
+      x = x + Embed(config.max_len, name='positions', **size)(rows)
     allowed = masks.all_of(masks.causal(), masks.from_numbers(mask))
     after = []
     for layer in range(config.num_layers):
@@ -368,7 +353,7 @@ class DecoderLM(nn.Module):
         x,
         allowed,
         deterministic,
-        input_positions,
+        positions,
         gates[layer],
         sow_weights,
         None if cache is None else cache[layer],
@@ -427,6 +412,75 @@ class DecoderLM(nn.Module):
       )
       for attention in config.layers
     )
+
+
+def _checked(
+  config: DecoderConfig,
+  tokens: ArrayLike,
+  input_positions: ArrayLike | None,
+  cache: tuple[Cache, ...] | None,
+  valid: ArrayLike | None,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+  """Makes arrays of what a call is given; a ValueError if it does not fit."""
+  tokens = jnp.asarray(tokens)
+  if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+    raise ValueError(
+      f'tokens must be integers of shape (b, t), got {tokens.dtype} of shape '
+      f'{tokens.shape}'
+    )
+  b, t = tokens.shape
+  if cache is not None:
+    if input_positions is not None:
+      raise ValueError('input_positions come from the cache; leave them None')
+    _check_layers(config, cache, b)
+    if valid is not None:
+      valid = layer_inputs.as_valid(valid, (b, t))
+      tokens = jnp.where(valid, tokens, 0)  # whatever stands there
+  positions = as_positions(
+    'input_positions', input_positions, (b, t), (1, t), (t,)
+  )
+  checks.known_range(
+    'tokens',
+    tokens,
+    0,
+    config.vocab_size - 1,
+    f', below vocab_size={config.vocab_size}; raise it or cut tokens',
+  )
+  return tokens, positions, valid  # type: ignore[return-value]
+
+
+def _learned_rows(
+  config: DecoderConfig,
+  t: int,
+  positions: jax.Array | None,
+  cache: tuple[Cache, ...] | None,
+  valid: jax.Array | None,
+) -> jax.Array:
+  """Returns the learned positions (b, t) or (1, t) of t tokens.
+
+  Raises:
+    ValueError: one is not below max_len.
+  """
+  known = isinstance(t, int)  # not a symbolic dimension
+  if cache is None and known and t > config.max_len:
+    raise ValueError(
+      f'tokens of length {t} exceed max_len={config.max_len} learned '
+      "positions; raise max_len or use positions='rope'"
+    )
+  name, rows = 'input_positions', positions
+  if cache is not None:
+    name, rows = 'positions in cache', cache[0].positions(t, valid)
+    if valid is not None:
+      rows = jnp.where(valid, rows, 0)
+  rows = jnp.arange(t) if rows is None else rows
+  checks.known_range(
+    name,
+    rows,
+    0,
+    config.max_len - 1,
+    f', below max_len={config.max_len}; raise it or cut the sequence',
+  )
+  return jnp.reshape(rows, (rows.size // max(t, 1), t))
 
 
 def _check_layers(config: DecoderConfig, cache: Any, batch: int) -> None:

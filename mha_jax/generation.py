@@ -261,6 +261,7 @@ def _generate(
   if cache is None:
     cache = model.init_cache(b, capacity)
   valid = jnp.arange(t)[None, :] < lengths[:, None]
+  columns = jnp.arange(choice.max_new_tokens)[None, :]
   logits, cache = model.apply(variables, prompts, cache=cache, valid=valid)
   last = jnp.take_along_axis(logits, (lengths - 1)[:, None, None], axis=1)[:, 0]
 
@@ -285,12 +286,18 @@ def _generate(
     )
     count = count + ~done
     token, done = next_token(i, logits[:, 0], done)
-    return i + 1, token, done, cache, tokens.at[:, i].set(token), count
+    tokens = jnp.where(columns == i, token[:, None], tokens)
+    return i + 1, token, done, cache, tokens, count
 
   token, done = next_token(0, last, jnp.zeros(b, bool))
-  tokens = jnp.full((b, choice.max_new_tokens), choice.pad_token, prompts.dtype)
-  tokens = tokens.at[:, 0].set(token)
-  state = (1, token, done, cache, tokens, jnp.ones(b, jnp.int32))
+  # By where, not by a scatter: an explicit mesh then knows how it is sharded.
+  tokens = jnp.where(
+    columns == 0,
+    token[:, None],
+    jnp.asarray(choice.pad_token, prompts.dtype),
+  )
+  count = jnp.ones_like(token, jnp.int32)
+  state = (1, token, done, cache, tokens, count)
   *_, cache, tokens, count = jax.lax.while_loop(running, step, state)
   return tokens, count, cache
 

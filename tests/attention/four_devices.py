@@ -213,13 +213,19 @@ class RowsTest(parameterized.TestCase):
     for array in got:
       self.assertTrue(array.sharding.is_equivalent_to(sharding, array.ndim))
 
-  def test_generate(self):
-    """A whole model continues prompts of several devices."""
+  @parameterized.parameters('Explicit', 'Auto')
+  def test_generate(self, kind):
+    """A whole model continues prompts of several devices; its gradient too."""
     model = DecoderLM(decoder_config(vocab_size=11, max_len=16, num_heads=4))
     prompts = jnp.asarray(np.arange(B * 5).reshape(B, 5) % 11)
     variables = model.init(jax.random.key(0), prompts)
-    mesh = mesh_of('Auto')  # Flax's Embed refuses indices of an explicit one
+    mesh = mesh_of(kind)
     everywhere = jax.device_put(variables, NamedSharding(mesh, PartitionSpec()))
     wanted = generate(model, variables, prompts, max_new_tokens=4)
     got = generate(model, everywhere, put(mesh, prompts), max_new_tokens=4)
     np.testing.assert_array_equal(got[0], wanted[0])
+    self.assert_rows(model.apply(everywhere, put(mesh, prompts)))
+    grad = jax.jit(jax.grad(lambda v, x: jnp.mean(model.apply(v, x) ** 2)))
+    assert_close(
+      grad(everywhere, put(mesh, prompts)), grad(variables, prompts), FLOAT32
+    )

@@ -321,7 +321,8 @@ class EndsTest(parameterized.TestCase):
       (
         2,
         '',
-        f'error: JAX_PLATFORMS=x: {reason}; unset it to use the devices there are\n',
+        f'error: JAX_PLATFORMS=x: {reason}; unset it to use the devices there '
+        'are\n',
       ),
     )
 
