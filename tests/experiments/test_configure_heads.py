@@ -118,7 +118,7 @@ class ConfigureHeadsTest(parameterized.TestCase):
     """Measured, as the table of hardware does it."""
     machine = Hardware('cpu', 1e11, 2e10, 1e10)
     with mock.patch(
-      'mha_jax.analysis.hardware.measure_cpu', return_value=machine
+      'mha_jax.analysis.costs.hardware.measure_cpu', return_value=machine
     ):
       result = self.call('--hardware=cpu', config=f'{CONFIG}:tiny')
     self.assertEqual(result.code, 0, result)
