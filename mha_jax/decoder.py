@@ -311,14 +311,15 @@ class DecoderLM(nn.Module):
       tokens: (b, t) integers below vocab_size.
       mask: a `Mask` or booleans that broadcast to (b, h, t, t), joined with the
         causal mask.
-      deterministic: whether dropout is off; on, it draws from 'dropout'.
+      deterministic: whether dropout is off; on, it draws from the stream
+        'dropout'.
       input_positions: (b, t) or (t,) integers; None: 0 .. t-1.
       head_gates: (num_layers, h) factors of each head's output; where layers
         differ in h, a sequence of (h,) arrays.
-      sow_weights: whether the attention weights, before dropout, are sown into
-        the collection 'intermediates', see below.
-      cache: a cache for each layer, from `init_cache`; tokens continue it. None:
-        none, all tokens are here.
+      sow_weights: whether the attention weights, before dropout, are sown
+        into the collection 'intermediates', see below.
+      cache: a cache for each layer, from `init_cache`; tokens continue it.
+        None: there is none, all tokens are here.
       valid: (b, t) with a cache, False for padding; None: all are tokens.
 
     Returns:
