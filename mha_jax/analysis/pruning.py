@@ -326,7 +326,12 @@ def keep_most(
     raise ValueError(
       f'scores of shape {scores.shape} must be (num_layers, h) = {shape}'
     )
-  groups = _num_kv_heads(config.layers[0])
+  groups, *others = {_num_kv_heads(x) for x in config.layers}
+  if others:
+    raise ValueError(
+      f'num_kv_heads={sorted([groups, *others])} must be the same in every '
+      'layer'
+    )
   by_group = scores.reshape(shape[0], groups, -1).sum(axis=2)
   keep = np.zeros(by_group.shape, bool)
   keep[np.arange(len(keep)), by_group.argmax(axis=1)] = True

@@ -236,9 +236,10 @@ def writing(path: pathlib.Path) -> Iterator[None]:
 
 
 def write_csv(path: pathlib.Path, rows: Sequence[Mapping[str, Any]]) -> None:
-  """Writes rows with the same names as a CSV file with a header."""
+  """Writes rows as a CSV file with a header; what a row lacks stays empty."""
+  names = dict.fromkeys(name for row in rows for name in row)
   buffer = io.StringIO()
-  writer = csv.DictWriter(buffer, list(rows[0]), lineterminator='\n')
+  writer = csv.DictWriter(buffer, [*names], lineterminator='\n')
   writer.writeheader()
   writer.writerows(rows)
   write_text(path, buffer.getvalue())

@@ -546,6 +546,14 @@ class KeepMostTest(parameterized.TestCase):
       keep.tolist(), [[False, False, True, True], [False, False, True, True]]
     )
 
+  def test_other_groups_by_layer(self):
+    """Are refused: their scores cannot be summed alike."""
+    grouped = with_attention(self.CONFIG, num_kv_heads=2).attention
+    both = (self.CONFIG.attention, grouped)
+    config = dataclasses.replace(self.CONFIG, attention=both)
+    with self.assertRaisesRegex(ValueError, r'num_kv_heads=\[2, 4\] must'):
+      pruning.keep_most(config, self.SCORES, 0.5)
+
   @parameterized.parameters(
     ([[0.0] * 4, [1.0, 2, 3, 4]], 0.5, [1, 3]), (np.ones((2, 4)), 0.25, [1, 1])
   )

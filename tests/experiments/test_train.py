@@ -1,5 +1,6 @@
 """experiments.train in this process."""
 
+import dataclasses
 import json
 import pathlib
 import sys
@@ -10,9 +11,10 @@ import scripts
 from absl.testing import parameterized
 
 from experiments import train
-from mha_jax.attention import num_params
-from mha_jax.attention.variants import VARIANTS
+from mha_jax.attention import GroupedConfig, num_params
+from mha_jax.attention.variants import VARIANTS, Variant
 from mha_jax.training import train as train_lib
+from mha_jax.training.loading import load_model
 
 OVERRIDES = (
   '--config.model.num_heads=2',
@@ -66,6 +68,34 @@ class VariantsTest(parameterized.TestCase):
     self.assertIn('step 2 ', result.out)
     model = init.call_args.args[0].model
     self.assertEqual(num_params(model.layers[0].table), attention_params)
+
+
+@dataclasses.dataclass(frozen=True)
+class Planted(GroupedConfig):
+  """A variant of tomorrow, with an option that none has today."""
+
+  temper: int | None = None
+
+
+class PlantedTest(parameterized.TestCase):
+  def test_flags_and_record(self):
+    """Its option is a flag, typed and explained, without a line elsewhere."""
+    workdir = self.enter_context(tempfile.TemporaryDirectory())
+    row = {'planted': Variant(Planted, required={'temper': 'a number'})}
+    self.enter_context(mock.patch.dict(VARIANTS, row))
+    tiny = (train, scripts.TINY, f'--workdir={workdir}/run')
+    wanted = '--config.model.attention=planted'
+    refused = scripts.call(*tiny, wanted)
+    self.assertEqual(refused.code, 2)
+    self.assertIn("temper=None: 'planted' needs it: a number", refused.err)
+    refused = scripts.call(*tiny, wanted, '--config.model.temper=x')
+    self.assertEqual(refused.code, 2)
+    steps = ('--config.train.steps=2', '--config.optimizer.warmup_steps=1')
+    done = scripts.call(*tiny, wanted, '--config.model.temper=3', *steps)
+    self.assertEqual(done.code, 0, done)
+    model, _ = load_model(f'{workdir}/run')
+    self.assertEqual(model.config.attention.temper, 3)
+    self.assertIsInstance(model.config.attention, Planted)
 
 
 class TrainTest(parameterized.TestCase):

@@ -1,18 +1,74 @@
 """A trained model from its folder alone."""
 
+import dataclasses
 import json
 import pathlib
+import sys
 import tempfile
+import types
+from unittest import mock
 
+import examples
 import jax.numpy as jnp
 from absl.testing import parameterized
 from oracles import assert_same_bits
 
-from mha_jax.decoder import DecoderLM, decoder_config, generate
+from mha_jax.attention import GroupedConfig, Rope
+from mha_jax.attention.positions.scaling import SCALINGS
+from mha_jax.decoder import (
+  DecoderConfig,
+  DecoderLM,
+  decoder_config,
+  generate,
+)
 from mha_jax.tasks import TextTask
 from mha_jax.training import record, run, train
-from mha_jax.training.loading import load_model
+from mha_jax.training.loading import load_model, model_from_json
 from mha_jax.training.record import RecordError
+
+
+class ModelTest(parameterized.TestCase):
+  """A decoder's config through JSON and back."""
+
+  @parameterized.parameters(*examples.EXAMPLES)
+  def test_every_variant(self, kind):
+    """With its kind by the registry's name, alone and beside another."""
+    config = examples.config_of(kind)
+    other = examples.config_of('gqa', rope=None)
+    for attention in (config, (config, other)):
+      model = DecoderConfig(5, 7, attention, mlp_dim=3)
+      saved = json.loads(json.dumps(record.as_json(model)))
+      first = saved['attention']
+      first = first[0] if isinstance(first, list) else first
+      self.assertEqual(first['kind'], kind)
+      self.assertEqual(model_from_json(saved), model)
+
+  @parameterized.parameters(*SCALINGS)
+  def test_every_scaling(self, name):
+    """Of RoPE, with sizes that are not its own by default."""
+    sizes = {
+      'LinearScaling': {'factor': 3.0},
+      'Llama3Scaling': {'factor': 3.0, 'original_max_position_embeddings': 9},
+      'YarnScaling': {'factor': 3.0, 'original_max_position_embeddings': 9},
+    }
+    rope = Rope(99.0, 'interleaved', SCALINGS[name](**sizes[name]))
+    model = DecoderConfig(5, 7, GroupedConfig(12, 3, rope=rope))
+    self.assertEqual(model_from_json(record.as_json(model)), model)
+
+  def test_a_config_of_ones_own(self):
+    """Is found by module and class."""
+    model = DecoderConfig(5, 7, Own(12, 3))
+    saved = record.as_json(model)
+    self.assertEqual(saved['attention']['kind'], f'{__name__}:Own')
+    module = types.ModuleType(__name__)
+    module.Own = Own
+    with mock.patch.dict(sys.modules, {__name__: module}):
+      self.assertEqual(model_from_json(saved), model)
+
+
+@dataclasses.dataclass(frozen=True)
+class Own(GroupedConfig):
+  """A subclass is another variant."""
 
 
 class LoadTest(parameterized.TestCase):

@@ -50,6 +50,13 @@ class FilesTest(RecordTestCase):
     )
     record.check_same_config(self.workdir, CONFIG)
 
+  def test_rows_of_other_names(self):
+    """A CSV has all of them, in order; what a row lacks is empty."""
+    self.workdir.mkdir(parents=True)
+    path = self.workdir / 'results.csv'
+    record.write_csv(path, [{'a': 1, 'b': 2}, {'c': 3, 'a': 4}])
+    self.assertEqual(path.read_text(), 'a,b,c\n1,2,\n4,,3\n')
+
   def test_files_are_replaced_as_a_whole(self):
     """A crash in the middle of a write leaves what was there."""
     self.workdir.mkdir(parents=True)
