@@ -1,7 +1,7 @@
 """What foreign code does with Flax's modules: it works, or is told what to do.
 
-Arguments are walked in test_flax_arguments.py, members here: README has a list
-of all that differs, and a test holds it against Flax.
+Arguments are walked in test_flax_arguments.py, members here: docs/modules.md has
+a list of all that differs, and a test holds it against Flax.
 """
 
 import fnmatch
@@ -452,14 +452,16 @@ class NumbersTest(parameterized.TestCase):
         nnx_layer(dropout_rate=rate)
 
 
-README = pathlib.Path(__file__).parents[1] / 'README.md'
+PAGE = pathlib.Path(__file__).parents[1] / 'docs' / 'modules.md'
 
 
 def listed() -> list[str]:
-  """What README's list of differences names, with * for any letters."""
-  text = README.read_text()
-  start = text.index('An argument that is not taken')
-  return re.findall(r'`([\w*]+)`', text[start : text.index('Or keep Flax')])
+  """What the page's list of differences names, with * for any letters."""
+  text = PAGE.read_text()
+  start = text.index('An argument\nthat is not taken')
+  return re.findall(
+    r'`([\w*]+)`', text[start : text.index('You can also keep Flax')]
+  )
 
 
 def unlisted(names) -> set[str]:
@@ -499,15 +501,15 @@ def is_of_attention(member) -> bool:
   return method and module.endswith('.attention')
 
 
-class ReadmeTest(parameterized.TestCase):
-  """README's list of what differs from Flax is complete."""
+class DifferencesTest(parameterized.TestCase):
+  """The page's list of what differs from Flax is complete."""
 
   @parameterized.parameters(*MEMBERS)
   def test_members(self, name):
     """Every method, attribute and property is there, or is listed."""
     theirs, ours = MEMBERS[name]
     missing = unlisted(set(dir(theirs)) - set(dir(ours)))
-    self.assertEmpty(missing, 'neither there nor in README')
+    self.assertEmpty(missing, 'neither there nor in docs/modules.md')
 
   @parameterized.parameters(*MEMBERS)
   def test_arguments_of_methods(self, name):
@@ -537,8 +539,11 @@ class ReadmeTest(parameterized.TestCase):
 
   def test_nothing_too_much(self):
     """What NNX's module is said to lack it lacks."""
-    text = README.read_text()
-    start, end = text.index('no `num_heads`'), text.index('`init_cache(batch_s')
+    text = PAGE.read_text()
+    start, end = (
+      text.index('has no `num_heads`'),
+      text.index('`init_cache(batch_s'),
+    )
     names = re.findall(r'`(\w+)`', text[start:end])
     self.assertLen(names, 15)
     self.assertEmpty([x for x in names if hasattr(nnx_layer(), x)])
@@ -549,7 +554,7 @@ class ReadmeTest(parameterized.TestCase):
     self.assertGreater(len(listed()), 20)
 
   def test_layers(self):
-    """Parameters are where Flax has them, as README says of submodules."""
+    """Parameters are where Flax has them, as the page says of submodules."""
     theirs, ours = MEMBERS['nnx with all']
     for name in ('query', 'key', 'value', 'out', 'query_ln', 'key_ln'):
       for parameter in ('kernel', 'bias', 'scale'):

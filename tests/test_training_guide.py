@@ -15,6 +15,7 @@ from absl.testing import parameterized
 
 import configs
 from experiments import probe_heads, sweep_heads, train
+from mha_jax.training import loading
 from mha_jax.training import train as train_lib
 
 GUIDE = (scripts.ROOT / 'docs' / 'training.md').read_text()
@@ -26,7 +27,9 @@ SHORT = (
   '--config.optimizer.warmup_steps=1',
 )
 SCRIPTS = {'train': train, 'sweep_heads': sweep_heads}
-LOAD, TASK, OPTIMIZER = re.findall(r'```python\n(.*?)```', GUIDE, re.DOTALL)
+LOAD, TASK, MIXED, OPTIMIZER = re.findall(
+  r'```python\n(.*?)```', GUIDE, re.DOTALL
+)
 
 
 def commands(word: str) -> list[list[str]]:
@@ -46,18 +49,19 @@ class GuideTest(parameterized.TestCase):
     ):
       self.folder = pathlib.Path(folder)
       (self.folder / 'reverse.py').write_text(TASK)
+      (self.folder / 'mixed.py').write_text(MIXED)
       (self.folder / 'mine.py').write_text(OPTIMIZER)
       yield
 
   def run_command(self, command: list[str], *more: str) -> scripts.Result:
     """One of the guide's, with its files in the folder, and short."""
-    name, *arguments = command
+    script, *arguments = command
     text = '\n'.join([*arguments, f'--workdir={self.folder}/out', *more])
     text = text.replace('runs/', f'{self.folder}/')
-    text = text.replace('configs/reverse', f'{self.folder}/reverse')
+    for name in ('reverse', 'mixed'):
+      text = text.replace(f'configs/{name}', f'{self.folder}/{name}')
     text = text.replace('=my.txt', f'={self.folder}/my.txt')
-    script = SCRIPTS.get(name, probe_heads)
-    return scripts.call(script, *text.split('\n'))
+    return scripts.call(SCRIPTS.get(script, probe_heads), *text.split('\n'))
 
   def test_text(self):
     """Trained on a file, loaded and generating once the file is gone."""
@@ -92,6 +96,16 @@ class GuideTest(parameterized.TestCase):
     )
     self.assertEqual(result.code, 0, result)
     self.assertIn('configs.reverse:Reverse task, mha, 2 layers', result.out)
+
+  def test_layers(self):
+    """Layers of two kinds train, and come back from the folder."""
+    (command,) = commands('mixed')
+    result = self.run_command(command, *SHORT, f'--workdir={self.folder}/mixed')
+    self.assertEqual(result.code, 0, result)
+    model, _ = loading.load_model(self.folder / 'mixed')
+    first, second = model.config.layers
+    self.assertEqual((first.num_heads, second.num_heads), (4, 2))
+    self.assertEqual(second.kv_lora_rank, 8)
 
   def test_optimizers(self):
     """By name, with options, and one's own."""

@@ -208,9 +208,9 @@ class ErrorsTest(parameterized.TestCase):
       keys_values(config, params, x, lengths=lengths)
 
   @parameterized.parameters(
-    ({'mask': masks.lengths([1, 2])}, 'by columns, which a WindowCache has'),
-    ({'mask': np.ones((1, 3), bool)}, 'by columns, which a WindowCache has'),
-    ({'bias': np.ones((1, 3), np.float32)}, 'by columns, which a WindowCache'),
+    ({'mask': masks.lengths([1, 2])}, 'by columns, but a WindowCache writes'),
+    ({'mask': np.ones((1, 3), bool)}, 'by columns, but a WindowCache writes'),
+    ({'bias': np.ones((1, 3), np.float32)}, 'by columns, but a WindowCache'),
   )
   def test_columns_of_a_ring(self, changes, message):
     """A ring has no columns to speak of."""

@@ -69,7 +69,7 @@ class ProbeTest(RunTestCase):
     self.assertEqual(scripts.contents(self.run_folder), before)
     self.assertEqual(result.files, scripts.names(self.workdir))
     for row in (rows[0], self.table('divergence.csv')[0]):
-      self.assertEqual(row['model.attention'], 'mha')
+      self.assertEqual(row['model.attention.kind'], 'mha')
       self.assertEqual(row['task.kind'], 'induction')
       self.assertEqual(row['step'], '40')
 
@@ -212,7 +212,7 @@ class PruneTest(RunTestCase):
     (pruned,) = self.table('pruned.csv')
     self.assertEqual(result.files, scripts.names(self.workdir))
     for row in (pruned, curves[0]):
-      self.assertEqual(row['model.attention'], 'mha')
+      self.assertEqual(row['model.attention.kind'], 'mha')
       self.assertEqual(row['task.kind'], 'induction')
     self.assertNotIn('prunes nothing', result.out)
     self.assertEqual((pruned['heads'], pruned['heads_kept']), ('8', '4'))

@@ -13,7 +13,7 @@ from absl.testing import parameterized
 
 from configs import mla_rank as mla_config
 from experiments import mla_rank
-from experiments.harness import points
+from experiments.harness import points, settings
 
 MODELS = {
   # name: cached elements a token of two layers, at d = 16, h = 2, k = 8
@@ -84,7 +84,7 @@ class MlaRankTest(parameterized.TestCase):
     self.assertEqual(result.files, scripts.names(self.workdir))
     for line in lines:
       kind = line['variant'].split()[0].strip(',').lower()
-      self.assertEqual(line['model.attention'], kind)
+      self.assertEqual(line['model.attention.kind'], kind)
       self.assertEqual(line['task.kind'], 'copy')
       share = MODELS[line['variant']] / 64
       self.assertEqual(float(line['cache_share']), share)
@@ -111,9 +111,10 @@ class MlaRankTest(parameterized.TestCase):
     for row in rows:
       model = row['config']['model']
       rotary = row['rotary']
-      self.assertEqual(model['positions'], 'rope' if rotary else 'learned')
+      self.assertEqual(model['learned_positions'], not rotary)
       if row['rank']:
-        self.assertEqual(model['qk_rope_head_dim'], rotary)
+        attention = model['attention']
+        self.assertEqual(attention['qk_rope_head_dim'], rotary)
         self.assertEqual(row['cache_elements'], 2 * (row['rank'] + rotary))
     self.assertIn('RoPE, p = 2', result.out)
     self.assertNotIn('+1', result.out)
@@ -139,6 +140,7 @@ class MlaRankTest(parameterized.TestCase):
       (('42', '7'), ['MHA', 'MQA', 'MHA, 1 head', 'MHA, heads of 2']),
     ):
       config = mla_config.get_config('tiny')
+      settings.complete(config, 'tiny')
       config.model.d_model, config.model.num_heads = map(int, sizes)
       names = [x[0] for x in mla_rank._models(config, 2, [4])]
       self.assertEqual(names, [*wanted, 'MLA r=4'])

@@ -58,7 +58,7 @@ def counted(trained: list[int]):
   """The real training, which also notes the head counts it was called with."""
 
   def train_and_note(point, request):
-    trained.append(point.experiment.model.num_heads)
+    trained.append(point.experiment.model.layers[0].num_heads)
     return train_point(point, request)
 
   return train_and_note
@@ -201,10 +201,10 @@ class SweepTest(SweepTestCase):
       found = [float(line[f'final_loss_{x}']) for x in ('min', 'max')]
       self.assertEqual(found, sorted(row['final_loss']))
       self.assertEqual(float(line['steps_per_s']), row['steps_per_s'])
-      self.assertEqual(line['model.attention'], 'mha')
+      self.assertEqual(line['model.attention.kind'], 'mha')
       self.assertEqual(line['task.kind'], 'copy')
-      self.assertEqual(line['model.num_heads'], str(row['n_heads']))
-      self.assertEqual(line['model.num_kv_heads'], '')
+      self.assertEqual(line['model.attention.num_heads'], str(row['n_heads']))
+      self.assertEqual(line['model.attention.num_kv_heads'], '')
       self.assertEqual(line['train.steps'], str(STEPS))
       self.assertIn('final_accuracy_median', line)
       self.assertIn('steps_to_threshold_median', line)
@@ -282,7 +282,7 @@ class GoingOnTest(SweepTestCase):
     trained = []
 
     def stub(point, request):
-      trained.append(point.experiment.model.num_heads)
+      trained.append(point.experiment.model.layers[0].num_heads)
       return recorded(self.rows[0])
 
     with training(stub):
@@ -299,7 +299,7 @@ class GoingOnTest(SweepTestCase):
     workdir = self.folder / 'unlucky'
 
     def fail(point, request):
-      if point.experiment.model.num_heads == 1:
+      if point.experiment.model.layers[0].num_heads == 1:
         raise RuntimeError('out of luck\nand of much else')
       return recorded(self.rows[1])
 
@@ -341,7 +341,7 @@ class GoingOnTest(SweepTestCase):
     workdir = self.folder / 'interrupted'
 
     def stub(point, request):
-      if point.experiment.model.num_heads == 4:
+      if point.experiment.model.layers[0].num_heads == 4:
         os.kill(os.getpid(), signal.SIGINT)
         return None
       return recorded(self.rows[0])

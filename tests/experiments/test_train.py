@@ -141,7 +141,7 @@ class TrainTest(parameterized.TestCase):
     self.assertEqual(config['optimizer']['learning_rate'], 0.01)
     self.assertEqual(config['train']['steps'], 10)
     self.assertEqual(config['train']['seed'], 7)
-    self.assertEqual(config['model']['d_model'], 16)
+    self.assertEqual(config['model']['attention']['d_model'], 16)
     self.assertEqual(config['task']['length'], 4)
 
   def test_again(self):

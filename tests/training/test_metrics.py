@@ -139,7 +139,9 @@ class ResumeTest(MetricsTestCase):
     with self.assertRaises(record.RecordError) as caught:
       self.resume(text, 10, 20, 30)
     message = str(caught.exception)
-    self.assertIn(f'up to its checkpoint of step 30: {told} give it', message)
+    self.assertIn(
+      f'up to its checkpoint of step 30: {told} restore the file', message
+    )
     self.assertIn(f'remove the checkpoints after step {sound} to', message)
     left = self.path.read_text() if self.path.exists() else None
     self.assertEqual(left, text)

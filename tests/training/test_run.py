@@ -238,7 +238,7 @@ class FolderTest(parameterized.TestCase):
     """Before anything is written, also where shapes differ."""
     before = scripts.contents(self.workdir)
     other = make_experiment({'train.steps': 12, 'model.d_model': 8})
-    with self.assertRaisesRegex(ValueError, 'model.d_model: 16 -> 8'):
+    with self.assertRaisesRegex(ValueError, 'model.attention.d_model: 16 -> 8'):
       run_lib.run(other, self.workdir)
     self.assertEqual(scripts.contents(self.workdir), before)
 
@@ -274,7 +274,7 @@ class FolderTest(parameterized.TestCase):
     workdir = self.copy('lost')
     (workdir / 'metrics.jsonl').unlink()
     before = scripts.contents(workdir)
-    with self.assertRaisesRegex(RecordError, 'no line of step 10, 12; give'):
+    with self.assertRaisesRegex(RecordError, 'no line of step 10, 12; restore'):
       run_lib.run(self.experiment, workdir)
     self.assertEqual(scripts.contents(workdir), before)
 

@@ -205,10 +205,12 @@ class KeptTest(parameterized.TestCase):
     self.assertEqual(saved['task']['path'], str(paths[1]))
 
 
-class ReadmeTest(parameterized.TestCase):
+class PagesTest(parameterized.TestCase):
   def test_commands_do_not_meet(self):
-    """Each of README's trainings and sweeps has a folder of its own."""
-    text = (scripts.ROOT / 'README.md').read_text().replace('`', '\n')
+    """Each training and sweep of the pages has a folder of its own."""
+    pages = ('README.md', 'docs/experiments.md')
+    text = '\n'.join((scripts.ROOT / x).read_text() for x in pages)
+    text = text.replace('`', '\n')
     commands = set(
       re.findall(r'^python -m experiments\.(\w+ ?.*)$', text, re.M)
     )

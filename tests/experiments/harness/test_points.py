@@ -144,7 +144,7 @@ class RowsTest(parameterized.TestCase):
     """Options and config stand beside the numbers; env.json has each start."""
     (row,) = self.train(self.numbers)
     self.assertFalse(row['options']['jax_enable_x64'])
-    self.assertEqual(row['config']['model']['d_model'], 16)
+    self.assertEqual(row['config']['model']['attention']['d_model'], 16)
     self.assertEqual(str(self.train()), str([row]))
     starts = json.loads((self.workdir / 'env.json').read_text())
     self.assertLen(starts, 2)
