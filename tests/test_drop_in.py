@@ -1,7 +1,7 @@
 """What foreign code does with Flax's modules: it works, or is told what to do.
 
-Arguments are walked in test_flax_arguments.py, members here: docs/modules.md has
-a list of all that differs, and a test holds it against Flax.
+Arguments are walked in test_flax_arguments.py, members here: docs/modules.md
+has a list of all that differs, and a test holds it against Flax.
 """
 
 import fnmatch
