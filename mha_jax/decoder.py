@@ -261,15 +261,16 @@ class Embed(nn.Embed):
   """Flax's, which also looks up indices that an explicit mesh has sharded."""
 
   def __call__(self, inputs: jax.Array) -> jax.Array:
-    indices = jax.typeof(inputs).sharding
-    if all(dimension is None for dimension in indices.spec):
-      return super().__call__(inputs)
     (table,) = self.promote_dtype(
       self.embedding, dtype=self.dtype, inexact=False
     )
-    spec = PartitionSpec(*indices.spec, None)
     assert table is not None  # there is one to promote
-    return table.at[inputs].get(out_sharding=NamedSharding(indices.mesh, spec))
+    indices = jax.typeof(inputs).sharding
+    sharding = None
+    if any(dimension is not None for dimension in indices.spec):
+      spec = PartitionSpec(*indices.spec, None)
+      sharding = NamedSharding(indices.mesh, spec)
+    return table.at[inputs].get(mode='fill', out_sharding=sharding)
 
 
 class DecoderLM(nn.Module):
