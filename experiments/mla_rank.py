@@ -10,9 +10,10 @@ validation loss (bits per token) against cached elements a token. --rotary lists
 sizes p of the decoupled rotary key; p = 0 means learned positions and no
 rotary part, any other RoPE. Beside them stands MHA with one head and with
 heads of fewer features, at MQA's cache. With --equal_params MLPs are widened
-until all have as many parameters. Prints a table and the answer; writes
-results.jsonl, results.csv and mla_rank.png into the workdir. Finished points
-are kept.
+until all have as many parameters. Every model is trained at each of
+--learning_rates and judged at the one with the least median validation loss.
+Prints a table and the answer; writes results.jsonl, results.csv and
+mla_rank.png into the workdir. Finished points are kept.
 """
 
 import dataclasses
@@ -35,9 +36,10 @@ from experiments.harness.points import (
   Point,
   Row,
   equal_params,
+  points_of,
   train_points,
 )
-from experiments.reports import head_counts
+from experiments.reports import head_counts, statistics
 from mha_jax.attention import checks
 from mha_jax.training import record, train
 
@@ -48,11 +50,13 @@ ROTARY = flags.DEFINE_list(
 
 WITHIN = (1.0, 0.1, 0.02)
 """Differences to MHA, in bits per token, that the answer asks for."""
+FREE = ('ranks', 'rotary', 'learning_rates')
+"""Flags that may differ from call to call in a folder: points are kept."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  points: tuple[Point, ...]
+  models: tuple[tuple[Point, ...], ...]
   title: str
   workdir: pathlib.Path
   asked: Mapping[str, Any]
@@ -75,36 +79,36 @@ def parse() -> Settings:
       f'--rotary={",".join(ROTARY.value)} must be even numbers from 0 on, with '
       'commas between'
     )
-  points = points_of(config, sorted(set(sizes)), ranks)
+  models = models_of(config, sorted(set(sizes)), ranks)
   workdir = folders.named(f'mla_rank-{config.name}')
-  asked = folders.asked(config, free=('ranks', 'rotary'))
+  asked = folders.asked(config, free=FREE)
   record.check_same_config(workdir, asked)
-  model = points[0].experiment.model
+  model = models[0][0].experiment.model
   title = (
     f'{config.name}, {model.num_layers} layers, d_model = {model.d_model}, '
     f'{model.layers[0].num_heads} heads'
     + ', equal parameters'
     * EQUAL_PARAMS.value
   )
-  return Settings(points, title, workdir, asked)
+  return Settings(models, title, workdir, asked)
 
 
-def points_of(
+def models_of(
   config: ConfigDict, sizes: Sequence[int], ranks: Sequence[int]
-) -> tuple[Point, ...]:
-  """All models of each rotary size p, MHA first."""
+) -> tuple[tuple[Point, ...], ...]:
+  """The points of all models of each rotary size p, MHA first."""
   models = [x for p in sizes for x in _models(config, p, ranks)]
   experiments = [_experiment(config, changes) for _, _, changes in models]
   if EQUAL_PARAMS.value:
     experiments = equal_params(experiments)
   seeds = settings.seeds_from('--seeds', experiments[0].train.seed, SEEDS.value)
-  points = []
+  found = []
   for x, (name, p, changes) in zip(experiments, models, strict=True):
     cache = sum(layer.cache_elements for layer in x.model.layers)
     labels = {'variant': name, 'rotary': p, 'cache_elements': cache}
     labels['rank'] = changes.get('kv_lora_rank')
-    points.append(Point(x, seeds, f'{name:>16} p={p}', labels))
-  return tuple(points)
+    found.append(points_of(x, seeds, f'{name:>16} p={p}', labels))
+  return tuple(found)
 
 
 def _models(
@@ -148,7 +152,8 @@ def _experiment(
 
 
 def main(chosen: Settings) -> int:
-  rows, stopped_by = train_points(chosen.points, chosen.workdir, chosen.asked)
+  points = [point for model in chosen.models for point in model]
+  rows, stopped_by = train_points(points, chosen.workdir, chosen.asked)
   if stopped_by is not None:
     return command_line.exit_code(stopped_by)
   report(rows, chosen)
@@ -156,35 +161,59 @@ def main(chosen: Settings) -> int:
 
 
 def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
-  """A line for each finished model, held against the MHA of its rotary size.
+  """A line for each model at its best rate, against MHA of its rotary size.
 
   A difference is taken seed by seed, since seeds share batches; medians and
-  ranges over seeds follow.
+  ranges over seeds follow, and the mean with its interval.
   """
-  finished = [row for row in rows if row['status'] == 'finished']
-  first = {x['rotary']: x for x in finished if x['variant'] == 'MHA'}
+  models: dict[tuple[str, int], list[Row]] = {}
+  for row in rows:
+    if row['status'] == 'finished':
+      models.setdefault((row['variant'], row['rotary']), []).append(row)
+  best = {
+    name: statistics.best_rate(own, lambda row: _bits(row))
+    for name, own in models.items()
+  }
   lines = []
-  for row in finished:
-    mha = first.get(row['rotary'])
+  for (_, rotary), one in best.items():
+    mha = best.get(('MHA', rotary))
     if mha is None:
       continue
-    bits, reference = (
-      np.asarray(x['final_loss']) / math.log(2) for x in (row, mha)
-    )
+    row, worst = one.row, max(_bits_before(one.row), _bits_before(mha.row))
     names = ('variant', 'rotary', 'rank', 'params', 'cache_elements')
     line = {name: row[name] for name in names} | {'seeds': len(row['seeds'])}
-    line['cache_share'] = row['cache_elements'] / mha['cache_elements']
-    line |= head_counts.spread('bits', bits.tolist())
+    line['cache_share'] = row['cache_elements'] / mha.row['cache_elements']
+    line['learning_rate'] = one.learning_rate
+    line |= statistics.spread('bits', one.values)
     line['perplexity'] = 2 ** line['bits_median']
-    line |= head_counts.spread('difference', (bits - reference).tolist())
+    each = np.minimum([one.values, mha.values], worst)
+    line |= statistics.spread('difference', (each[0] - each[1]).tolist())
+    found = statistics.difference(one.values, mha.values, worst)
+    line |= {
+      'difference_mean': found.mean,
+      'difference_low': found.low,
+      'difference_high': found.high,
+      'advice': one.advice,
+    }
     lines.append(line | head_counts.fields(row['config']))
   return lines
+
+
+def _bits(row: Row) -> list[float]:
+  """Validation losses in bits per token, by seed; inf: diverged."""
+  return [x / math.log(2) for x in head_counts.final_losses(row)]
+
+
+def _bits_before(row: Row) -> float:
+  """Bits per token before training, which a seed that diverged counts as."""
+  return max(statistics.number(x[0]) for x in row['loss']) / math.log(2)
 
 
 def report(rows: Sequence[Row], chosen: Settings) -> None:
   """Writes CSV and figure; prints failures, the tables and the answers."""
   texts: list[str | Table] = [
-    f'{row["variant"]}, p={row["rotary"]} failed: {row["error"]}'
+    f'{row["variant"]}, p={row["rotary"]} at {row["learning_rate"]:g} failed: '
+    f'{row["error"]}'
     for row in rows
     if row['status'] == 'failed'
   ]
@@ -194,15 +223,24 @@ def report(rows: Sequence[Row], chosen: Settings) -> None:
     caches.mla_rank(lines, chosen.title, figure)
     for p in dict.fromkeys(line['rotary'] for line in lines):
       own = [line for line in lines if line['rotary'] == p]
-      texts += [_table(own), answer(own)]
+      texts += [_table(own), answer(own), *_advice(own)]
     texts.append(f'recorded in {chosen.workdir}, figure {figure}')
   printing.show(*texts)
+
+
+def _advice(lines: Sequence[dict[str, Any]]) -> list[str]:
+  """Names the models whose best rate is the last of those tried."""
+  found: dict[str, list[str]] = {}
+  for line in lines:
+    if line['advice']:
+      found.setdefault(line['advice'], []).append(line['variant'])
+  return [f'For {", ".join(names)} {x}.' for x, names in found.items()]
 
 
 def answer(lines: Sequence[dict[str, Any]]) -> str:
   """Exercise 3 in words, for the models of one rotary size.
 
-  A rank is within a difference when every seed is.
+  A rank is within a difference when the whole interval lies below it.
   """
   p, mha = lines[0]['rotary'], lines[0]
   parts = [f'p = {p}:']
@@ -214,19 +252,26 @@ def answer(lines: Sequence[dict[str, Any]]) -> str:
     parts.append(f"MLA's cache is below 1/8 of MHA's for r + p < {bound:g};")
   if small:
     best = max(small, key=lambda line: line['rank'])
-    held = best['difference_max'] <= 1
+    held = best['difference_high'] <= 1
     parts.append(
       f'at r = {best["rank"]} it is {best["cache_share"]:.3g} of it, and the '
-      f'loss {head_counts.median_range(best, "difference", "+.3f")} bits from '
+      f'loss {_difference(best).in_words()} bits from '
       f"MHA's, which is {'within' if held else 'not within'} 1 bit."
     )
   else:
     parts.append('no rank that was trained lies there.')
   for bits in WITHIN:
-    near = [x for x in latent if x['difference_max'] <= bits]
+    near = [x for x in latent if x['difference_high'] <= bits]
     rank = f'r = {min(x["rank"] for x in near)}' if near else 'no rank'
-    parts.append(f'Smallest within {bits:g} bits in every seed: {rank}.')
+    parts.append(f'Smallest within {bits:g} bits: {rank}.')
+  same = [x['variant'] for x in lines[1:] if _difference(x).sign == 0]
+  parts.append(f'Not told apart from MHA: {", ".join(same) or "none"}.')
   return ' '.join(parts)
+
+
+def _difference(line: dict[str, Any]) -> statistics.Difference:
+  ends = (line[f'difference_{end}'] for end in ('mean', 'low', 'high'))
+  return statistics.Difference(*ends)
 
 
 def _table(lines: Sequence[dict[str, Any]]) -> Table:
@@ -234,13 +279,14 @@ def _table(lines: Sequence[dict[str, Any]]) -> Table:
   title = f'RoPE, p = {p}' if p else 'learned positions, p = 0'
   caption = (
     'cached elements a token; bits per token and perplexity (ppl) on '
-    'validation batches: medians, and the range over seeds; minus MHA: '
-    'differences seed by seed'
+    'validation batches, medians over seeds at the best learning rate (lr); '
+    'minus MHA: mean difference, seed by seed, and its '
+    f'{statistics.CONFIDENCE:.0%} interval'
   )
   table = Table(
     title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption
   )
-  columns = ('variant', 'params', 'cache', 'of MHA', 'bits', 'ppl')
+  columns = ('variant', 'params', 'cache', 'of MHA', 'lr', 'bits', 'ppl')
   for name in (*columns, 'minus MHA'):
     side = 'left' if name == 'variant' else 'right'
     table.add_column(name, justify=side)  # type: ignore[arg-type]
@@ -250,9 +296,10 @@ def _table(lines: Sequence[dict[str, Any]]) -> Table:
       f'{x["params"]:,}',
       str(x['cache_elements']),
       f'{x["cache_share"]:.2g}',
+      f'{x["learning_rate"]:g}',
       f'{x["bits_median"]:.3f}',
       f'{x["perplexity"]:.2f}',
-      head_counts.median_range(x, 'difference', '+.3f', '\n'),
+      _difference(x).in_words().replace(' (', '\n('),
     )
   return table
 

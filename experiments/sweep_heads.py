@@ -13,9 +13,12 @@ sources, and variable lengths with one layer and with two. Prints
 a table and a sentence a curve and writes results.jsonl, results.csv and
 sweep_heads.png into the workdir.
 
-A head count with its seeds is a point. A finished point is not trained again;
-a failed one is recorded, does not end the sweep, and is tried again next time.
-Ctrl-C and SIGTERM stop; the same command goes on with what is missing.
+Every head count is trained at each of --learning_rates and judged at its best:
+for the final loss the rate with the least median, for speed the one with the
+fewest steps. A head count at a rate, with its seeds, is a point. A finished
+point is not trained again; a failed one is recorded, does not end the sweep,
+and is tried again next time. Ctrl-C and SIGTERM stop; the same command goes on
+with what is missing.
 """
 
 import dataclasses
@@ -35,6 +38,7 @@ from experiments.harness.points import (
   Point,
   Row,
   equal_params,
+  points_of,
   train_points,
 )
 from experiments.reports import head_counts
@@ -51,7 +55,7 @@ THRESHOLD = flags.DEFINE_float(
 STUDY = flags.DEFINE_bool(
   'study', False, 'exercise 1 in full, around a plain copy task'
 )
-READINGS = ('n_heads', 'threshold')
+READINGS = ('n_heads', 'threshold', 'learning_rates')
 """Flags that may differ from call to call in a folder: points are kept."""
 
 
@@ -62,12 +66,12 @@ class Sweep:
   Args:
     panel: the setting that it is drawn in.
     label: what tells it from the other curves there; '' where it is alone.
-    points: a point for each head count.
+    points: for each head count a point at each learning rate.
   """
 
   panel: str
   label: str
-  points: tuple[Point, ...]
+  points: tuple[tuple[Point, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +123,7 @@ def make_sweep(
     size = x.model.layers[0].qk_head_dim
     labels = {'n_heads': h, 'head_dim': size}
     name = f'{label} {h:>2} head{"s" * (h > 1)}'
-    points.append(Point(x, seeds, name, labels))
+    points.append(points_of(x, seeds, name, labels))
   return Sweep(panel, label, tuple(points))
 
 
@@ -195,7 +199,7 @@ def controls(
 
 
 def main(chosen: Settings) -> int:
-  points = [point for sweep in chosen.sweeps for point in sweep.points]
+  points = [x for sweep in chosen.sweeps for one in sweep.points for x in one]
   rows, stopped_by = train_points(points, chosen.workdir, chosen.asked)
   if stopped_by is not None:
     return command_line.exit_code(stopped_by)
@@ -210,31 +214,33 @@ def report(rows: list[Row], chosen: Settings) -> None:
   table: list[dict[str, Any]] = []
   left = iter(rows)
   for sweep in chosen.sweeps:
-    own = [next(left) for _ in sweep.points]
-    finished = [row for row in own if row['status'] == 'finished']
-    failed = [row for row in own if row['status'] == 'failed']
+    own = [[next(left) for _ in points] for points in sweep.points]
+    failed = [x for one in own for x in one if x['status'] == 'failed']
+    finished = [[x for x in one if x['status'] == 'finished'] for one in own]
     summaries = [
-      head_counts.summarise(row, chosen.threshold) for row in finished
+      head_counts.summarise(x, chosen.threshold) for x in finished if x
     ]
     texts += [f'{sweep.panel}, {sweep.label}'] * bool(sweep.label)
-    texts.append(head_counts.table(summaries, failed, chosen.threshold))
-    texts += [f'n_heads={x["n_heads"]} failed: {x["error"]}' for x in failed]
-    if finished:
+    texts.append(head_counts.table(summaries, chosen.threshold))
+    texts += [
+      f'n_heads={x["n_heads"]} at {x["learning_rate"]:g} failed: {x["error"]}'
+      for x in failed
+    ]
+    if summaries:
       texts.append(head_counts.verdict(summaries, chosen.threshold))
+      texts.append(head_counts.rates(summaries))
       curves.append(sweeps.Curve(sweep.panel, sweep.label, summaries))
     name = {'panel': sweep.panel, 'curve': sweep.label} if STUDY.value else {}
-    for row, line in zip(finished, summaries, strict=True):
-      table.append(name | line | head_counts.fields(row['config']))
+    for x in summaries:
+      fields = head_counts.fields(x.final.row['config'])
+      table.append(name | x.line | fields)
   if table:
     figure = chosen.workdir / 'sweep_heads.png'
     record.write_csv(chosen.workdir / 'results.csv', table)
     if STUDY.value:
       sweeps.study(curves, chosen.threshold, chosen.title, figure)
     else:
-      finished = [row for row in rows if row['status'] == 'finished']
-      sweeps.sweep_heads(
-        finished, table, chosen.threshold, chosen.title, figure
-      )
+      sweeps.sweep_heads(curves[0], chosen.threshold, chosen.title, figure)
     texts.append(f'recorded in {chosen.workdir}, figure {figure}')
   printing.show(*texts)
 

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.figures.style import STYLE, save
+from experiments.reports.statistics import CONFIDENCE
 
 
 def kv_cache(
@@ -89,7 +90,9 @@ def mla_rank(
     panels[0].set_ylabel("validation loss minus MHA's (bits per token)")
     seeds = lines[0]['seeds']
     figure.suptitle(
-      f'{title}, {seeds} seed{"s" * (seeds > 1)}: median and range', fontsize=11
+      f'{title}, {seeds} seed{"s" * (seeds > 1)}, each at its best learning '
+      f'rate: mean and {CONFIDENCE:.0%} interval',
+      fontsize=11,
     )
     save(figure, path)
 
@@ -101,14 +104,14 @@ def _difference(
   style: str,
   color: str = 'C0',
 ) -> None:
-  median, low, high = (
+  mean, low, high = (
     np.asarray([line[f'difference_{part}'] for line in lines])
-    for part in ('median', 'min', 'max')
+    for part in ('mean', 'low', 'high')
   )
   axes.errorbar(
     [line['cache_share'] for line in lines],
-    median,
-    yerr=(median - low, high - median),
+    mean,
+    yerr=(mean - low, high - mean),
     fmt=style,
     capsize=3,
     label=label,

@@ -9,51 +9,55 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from experiments.figures.style import STYLE, legend_above, save
+from experiments.reports.head_counts import Summary
 
-
-def sweep_heads(
-  rows: Sequence[dict[str, Any]],
-  summaries: Sequence[dict[str, Any]],
-  threshold: float,
-  title: str,
-  path: pathlib.Path,
-) -> None:
-  """Loss curves and steps to the threshold, by head count.
-
-  Args:
-    rows: finished points, see `experiments.harness.points.train_point`.
-    summaries: of the same points, see `experiments.reports.summarise`.
-    threshold: the loss (nats) that speed is measured to.
-    title: what was trained.
-    path: the PNG to write.
-  """
-  with mpl.rc_context(STYLE):
-    figure = Figure(figsize=(10, 4.4), layout='constrained')
-    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    _loss_curves(left, rows, threshold)
-    _steps_to_threshold(right, summaries, threshold)
-    seeds = len(rows[0]['seeds'])
-    figure.suptitle(
-      f'{title}, {seeds} seed{"s" * (seeds > 1)}: median and range', fontsize=11
-    )
-    save(figure, path)
+MARKERS = 'osDPXv*<>'
+"""Of the learning rates, in order; a triangle upwards says never."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-  """The points of one curve of a study.
+  """The head counts of one curve.
 
   Args:
     panel: the setting that it is drawn in.
     label: its name in the legend.
-    summaries: see `experiments.reports.summarise`.
+    summaries: of its head counts.
   """
 
   panel: str
   label: str
-  summaries: Sequence[dict[str, Any]]
+  summaries: Sequence[Summary]
+
+
+def sweep_heads(
+  curve: Curve, threshold: float, title: str, path: pathlib.Path
+) -> None:
+  """Loss curves and steps to the threshold, by head count.
+
+  Args:
+    curve: the head counts, each drawn at its best learning rates.
+    threshold: the loss (nats) that speed is measured to.
+    title: what was trained.
+    path: the PNG to write.
+  """
+  lines = [x.line for x in curve.summaries]
+  with mpl.rc_context(STYLE):
+    figure = Figure(figsize=(10, 4.6), layout='constrained')
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    _loss_curves(left, curve.summaries, threshold)
+    _median_and_range(
+      right, dataclasses.replace(curve, label=''), 'steps_to_threshold', 'C0'
+    )
+    _head_count_axis(right, [line['n_heads'] for line in lines])
+    right.set_ylim(0, 1.06 * _top(lines))
+    right.set_ylabel(f'steps to loss < {threshold:g}')
+    legend_above(right, handles=_rate_legend([curve]), ncols=2)
+    figure.suptitle(f'{title}, {_seeds(lines)}: median and range', fontsize=11)
+    save(figure, path)
 
 
 def study(
@@ -82,10 +86,16 @@ def study(
     if len(panels) % 2:
       axes[-2][1].set_axis_off()
       axes[-1][1].set_axis_off()
-    seeds = curves[0].summaries[0]['seeds']
+    figure.legend(
+      handles=_rate_legend(curves),
+      loc='outside lower center',
+      fontsize=9,
+      ncols=6,
+    )
+    lines = [curves[0].summaries[0].line]
     figure.suptitle(
-      f'{title}, {seeds} seed{"s" * (seeds > 1)}: median and range; triangle: '
-      'a seed never gets there\nin the steps given (dashed)',
+      f'{title}, {_seeds(lines)}: median and range, every point at its best\n'
+      'learning rate; dashed: as many steps as were taken',
       fontsize=11,
     )
     save(figure, path)
@@ -95,39 +105,75 @@ def _study_panel(
   axes: tuple[Axes, Axes], curves: Sequence[Curve], title: str
 ) -> None:
   """Final loss above steps to the threshold."""
-  heads = sorted({s['n_heads'] for c in curves for s in c.summaries})
+  heads = sorted({s.n_heads for c in curves for s in c.summaries})
   for one, name in zip(axes, ('final_loss', 'steps_to_threshold'), strict=True):
     for i, curve in enumerate(curves):
       _median_and_range(one, curve, name, f'C{i}')
-    one.set_xscale('log', base=2)
-    one.set_xticks(heads, [str(h) for h in heads])
-    one.minorticks_off()
+    _head_count_axis(one, heads)
   upper, lower = axes
   upper.set_yscale('log')
-  budget = max(c.summaries[0]['steps'] for c in curves)
-  lower.set_ylim(0, 1.05 * budget)
+  budget = max(c.summaries[0].line['steps'] for c in curves)
+  lower.set_ylim(0, 1.06 * budget)
   lower.axhline(budget, color='0.4', ls='--', lw=1)
-  lower.set_xlabel('n_heads')
   short = max(len(curve.label) for curve in curves) < 12
   legend_above(upper, title=title, fontsize=9, ncols=1 + short)
 
 
-def _median_and_range(
-  axes: Axes,
-  curve: Curve,
-  name: str,
-  color: str,
-  never_color: str | None = None,
-  never_label: str | None = None,
-) -> None:
+def _head_count_axis(axes: Axes, heads: Sequence[int]) -> None:
+  axes.set_xscale('log', base=2)
+  axes.set_xticks(heads, [str(h) for h in heads])
+  axes.minorticks_off()
+  axes.set_xlabel('n_heads')
+
+
+def _seeds(lines: Sequence[dict[str, Any]]) -> str:
+  count = lines[0]['seeds']
+  return f'{count} seed{"s" * (count > 1)}'
+
+
+def _top(lines: Sequence[dict[str, Any]]) -> float:
+  """The greatest number of steps that a curve shows."""
+  most = [line['steps_to_threshold_max'] for line in lines]
+  return max(min(x, line['steps']) for x, line in zip(most, lines, strict=True))
+
+
+def _rates(curves: Sequence[Curve]) -> list[float]:
+  """All learning rates that were tried."""
+  return sorted(
+    {
+      float(rate)
+      for curve in curves
+      for x in curve.summaries
+      for rate in x.line['learning_rates'].split()
+    }
+  )
+
+
+def _rate_legend(curves: Sequence[Curve]) -> list[Line2D]:
+  """A marker for each learning rate, and one where a seed never got there."""
+  named = [
+    (marker, f'rate {rate:g}')
+    for marker, rate in zip(MARKERS, _rates(curves), strict=False)
+  ]
+  lines = [x.line for curve in curves for x in curve.summaries]
+  if any(np.isinf(line['steps_to_threshold_max']) for line in lines):
+    named.append(('^', 'a seed never gets there'))
+  return [
+    Line2D([], [], ls='none', marker=marker, color='0.3', label=label)
+    for marker, label in named
+  ]
+
+
+def _median_and_range(axes: Axes, curve: Curve, name: str, color: str) -> None:
   """Medians with ranges; a triangle at the budget where a seed never ends.
 
-  A median that is infinite is not drawn.
+  The marker tells the learning rate. A median that is infinite is not drawn.
   """
-  budget = curve.summaries[0]['steps']
-  heads = np.asarray([s['n_heads'] for s in curve.summaries])
+  lines = [s.line for s in curve.summaries]
+  budget = lines[0]['steps']
+  heads = np.asarray([line['n_heads'] for line in lines])
   median, low, high = (
-    np.asarray([s[f'{name}_{part}'] for s in curve.summaries])
+    np.asarray([line[f'{name}_{part}'] for line in lines])
     for part in ('median', 'min', 'max')
   )
   known, never = np.isfinite(median), np.isinf(high)
@@ -136,37 +182,48 @@ def _median_and_range(
     heads[known],
     median[known],
     yerr=(median[known] - low[known], top[known] - median[known]),
-    marker='o',
-    ms=5,
     capsize=3,
     color=color,
     label=curve.label,
   )
+  of = 'speed_' if name == 'steps_to_threshold' else ''
+  chosen = np.asarray([line[f'{of}learning_rate'] for line in lines])
+  for marker, rate in zip(MARKERS, _rates([curve]), strict=False):
+    here = known & (chosen == rate)
+    axes.plot(
+      heads[here], median[here], ls='none', marker=marker, ms=6, color=color
+    )
   if never.any():
     axes.plot(
       heads[never],
       np.full(never.sum(), budget),
       ls='none',
       marker='^',
-      color=never_color or color,
-      label=never_label,
+      color=color,
     )
 
 
 def _loss_curves(
-  axes: Axes, rows: Sequence[dict[str, Any]], threshold: float
+  axes: Axes, summaries: Sequence[Summary], threshold: float
 ) -> None:
-  colors = mpl.colormaps['viridis'](np.linspace(0, 0.9, len(rows)))
-  for row, color in zip(rows, colors, strict=True):
-    losses = np.asarray(row['loss'])
+  """Training losses, each head count at the rate of its least final loss."""
+  colors = mpl.colormaps['viridis'](np.linspace(0, 0.9, len(summaries)))
+  least = np.inf
+  for summary, color in zip(summaries, colors, strict=True):
+    losses = np.asarray(summary.final.row['loss'], float)
+    least = min(least, np.nanmin(losses))
     steps = np.arange(1, losses.shape[1] + 1)
     axes.fill_between(
       steps, losses.min(0), losses.max(0), color=color, alpha=0.25, lw=0
     )
+    rate = summary.final.learning_rate
     axes.plot(
-      steps, np.median(losses, axis=0), color=color, label=row['n_heads']
+      steps,
+      np.median(losses, axis=0),
+      color=color,
+      label=f'{summary.n_heads} (rate {rate:g})',
     )
-  if min(np.min(row['loss']) for row in rows) < threshold:
+  if least < threshold:
     axes.axhline(threshold, color='0.4', ls='--', lw=1)
     axes.annotate(
       f'loss {threshold:g}',
@@ -178,21 +235,4 @@ def _loss_curves(
     )
   axes.set(xlabel='step', ylabel='training loss (nats per token)', yscale='log')
   axes.set_xlim(left=0)
-  legend_above(axes, title='n_heads', ncols=min(len(rows), 6))
-
-
-def _steps_to_threshold(
-  axes: Axes, summaries: Sequence[dict[str, Any]], threshold: float
-) -> None:
-  """Medians with ranges; a triangle where a seed never gets there."""
-  heads = [s['n_heads'] for s in summaries]
-  curve = Curve('', 'median and range', summaries)
-  never = f'not every seed within {summaries[0]["steps"]} steps'
-  _median_and_range(axes, curve, 'steps_to_threshold', 'C0', 'C3', never)
-  if np.isinf([s['steps_to_threshold_max'] for s in summaries]).any():
-    legend_above(axes)
-  axes.set_xscale('log', base=2)
-  axes.set_xticks(heads, [str(h) for h in heads])
-  axes.minorticks_off()
-  axes.set_ylim(bottom=0)
-  axes.set(xlabel='n_heads', ylabel=f'steps to loss < {threshold:g}')
+  legend_above(axes, title='n_heads', ncols=min(len(summaries), 3))

@@ -1,9 +1,11 @@
-"""Points: one model with several seeds each, trained once and recorded.
+"""Points: a model at a learning rate with several seeds, trained and recorded.
 
-All seeds of a point train at once, mapped by `jax.vmap` in one compiled
-program. A finished point is a line of results.jsonl and is not trained again; a
-failed one is recorded, does not end the experiment, and is tried again next
-time. A point that a signal stopped leaves nothing.
+All seeds of a point train at once, and so do points that differ in the learning
+rate alone, mapped by `jax.vmap` in one compiled program. A finished point is a
+line of results.jsonl and is not trained again; a failed one is recorded, does
+not end the experiment, and is tried again next time. A training that diverged
+is a result like any other: numbers that are not finite are null in its row. A
+point that a signal stopped leaves nothing.
 """
 
 import dataclasses
@@ -21,9 +23,10 @@ import numpy as np
 from absl import flags
 
 from experiments.harness import folders, settings
+from mha_jax.attention import checks
 from mha_jax.training import environment, record, train
+from mha_jax.training.grid import train_grid
 from mha_jax.training.record import Row
-from mha_jax.training.seeds import train_seeds
 from mha_jax.training.signals import StopRequest, stop_on_signal
 
 SEEDS = flags.DEFINE_integer(
@@ -32,6 +35,11 @@ SEEDS = flags.DEFINE_integer(
   'seeds of each model, from train.seed on',
   lower_bound=1,
   upper_bound=1000,
+)
+LEARNING_RATES = flags.DEFINE_list(
+  'learning_rates',
+  ['0.001', '0.003', '0.01', '0.03'],
+  'peaks tried for each model, which is judged at its best',
 )
 EQUAL_PARAMS = flags.DEFINE_bool(
   'equal_params', False, 'widen MLPs until all have as many parameters'
@@ -43,26 +51,20 @@ ROW = ('key', 'seeds', 'status')
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-  """One model with all its seeds.
+  """One model at one learning rate with all its seeds.
 
   Args:
     experiment: the seed in it is not used.
     seeds: of parameters, batches and dropout.
-    name: shown while it trains.
+    name: shown while it trains; the same for all learning rates.
     labels: what tells it apart in tables, kept in its row; it may not name
       what the row holds.
-
-  Raises:
-    ValueError: the seeds, trained at once, need more memory than there is.
   """
 
   experiment: train.Experiment
   seeds: tuple[int, ...]
   name: str
   labels: dict[str, Any] = dataclasses.field(hash=False)
-
-  def __post_init__(self) -> None:
-    settings.check_memory(self.experiment, len(self.seeds))
 
   @property
   def key(self) -> str:
@@ -74,6 +76,62 @@ class Point:
     }
     text = json.dumps(parts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def learning_rates() -> tuple[float, ...]:
+  """The rates of --learning_rates, in order.
+
+  Raises:
+    ValueError: they are not positive numbers, or a flag sets the config's too.
+  """
+  if 'config.optimizer.learning_rate' in flags.FLAGS:
+    raise ValueError(
+      '--config.optimizer.learning_rate is what the experiment varies; use '
+      '--learning_rates'
+    )
+  rates = set()
+  for text in LEARNING_RATES.value:
+    try:
+      rates.add(float(text))
+      checks.real('learning_rate', float(text), 1e-12, 1e3)
+    except ValueError:
+      given = ','.join(LEARNING_RATES.value)
+      raise ValueError(
+        f'--learning_rates={given} must be numbers from 1e-12 to 1000, with '
+        'commas between'
+      ) from None
+  if not rates:
+    raise ValueError('--learning_rates= is empty; give one, such as 0.003')
+  return tuple(sorted(rates))
+
+
+def points_of(
+  experiment: train.Experiment,
+  seeds: tuple[int, ...],
+  name: str,
+  labels: Mapping[str, Any],
+) -> tuple[Point, ...]:
+  """The points of a model, one for each of --learning_rates.
+
+  Raises:
+    ValueError: all of them, trained at once, need more memory than there is.
+  """
+  rates = learning_rates()
+  settings.check_memory(experiment, len(seeds) * len(rates))
+  return tuple(
+    Point(
+      _at_rate(experiment, rate),
+      seeds,
+      name,
+      {**labels, 'learning_rate': rate},
+    )
+    for rate in rates
+  )
+
+
+def _at_rate(experiment: train.Experiment, rate: float) -> train.Experiment:
+  optimizer = dataclasses.replace(experiment.optimizer, learning_rate=rate)
+  return dataclasses.replace(experiment, optimizer=optimizer)
 
 
 def train_points(
@@ -89,19 +147,19 @@ def train_points(
   Returns:
     The rows in order of the points; and the signal that stopped it early, in
     which case the rows are those finished so far. A row has the point's labels,
-    its key, seeds, config and status; 'finished' ones what `train_point`
+    its key, seeds, config and status; 'finished' ones what `train_group`
     returns, 'failed' ones the error.
   """
   path = workdir / 'results.jsonl'
   settings.announce(point.experiment for point in points)
   with folders.kept(workdir, asked), stop_on_signal() as request:
     done = {str(row['key']): row for row in record.read_jsonl(path, *ROW)}
-    for point in points:
-      if not _is_finished(done.get(point.key), point):
-        row = measure(point, request)
-        if row is not None:
-          done[point.key] = row
-          record.write_text(path, ''.join(map(record.line_of, done.values())))
+    missing = [x for x in points if not _is_finished(done.get(x.key), x)]
+    for group in _groups(missing):
+      rows = measure(group, request)
+      if rows:
+        done |= {str(row['key']): row for row in rows}
+        record.write_text(path, ''.join(map(record.line_of, done.values())))
       if request.signal is not None:
         print(
           f'{request.signal.name}: stopped; finished points are kept in '
@@ -110,6 +168,15 @@ def train_points(
         break
   rows = [done[x.key] | x.labels for x in points if x.key in done]
   return rows, request.signal
+
+
+def _groups(points: Sequence[Point]) -> list[list[Point]]:
+  """The points that train at once: those that differ in the rate alone."""
+  groups: dict[Any, list[Point]] = {}
+  for point in points:
+    alike = (_at_rate(point.experiment, 1.0), point.seeds)
+    groups.setdefault(alike, []).append(point)
+  return list(groups.values())
 
 
 def _is_finished(row: Row | None, point: Point) -> bool:
@@ -144,63 +211,76 @@ def _without_path(config: Any) -> Any:
 
 
 def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:
-  """Tells whether nested lists are finite numbers throughout, in this shape."""
+  """Tells whether nested lists are finite numbers or None, in this shape."""
   try:
-    array = np.asarray(value)
-  except ValueError:  # ragged
+    array = np.asarray(value, float)  # None, which is no finite number, is nan
+  except (TypeError, ValueError):  # words, or ragged
     return False
-  numbers = array.shape == shape and array.dtype.kind in 'if'
-  return numbers and bool(np.all(np.isfinite(array)))
+  return array.shape == shape and not np.any(np.isinf(array))
 
 
-def measure(point: Point, request: StopRequest) -> Row | None:
-  """Trains a point; a failure comes back as a row that says so.
+def measure(group: Sequence[Point], request: StopRequest) -> list[Row]:
+  """Trains a group; a failure comes back as rows that say so.
 
-  None where a stop was requested before the end.
+  None come back where a stop was requested before the end.
   """
-  head = {'key': point.key, **point.labels, 'seeds': list(point.seeds)}
-  head['config'] = record.as_json(point.experiment)
-  head['options'] = environment.options()
+  heads = [
+    {
+      'key': point.key,
+      **point.labels,
+      'seeds': list(point.seeds),
+      'config': record.as_json(point.experiment),
+      'options': environment.options(),
+    }
+    for point in group
+  ]
   try:
-    numbers = train_point(point, request)
+    numbers = train_group(group, request)
   except Exception as error:  # whatever it is, the other points go on
     first = str(error).strip().splitlines()[:1]
     text = f'{type(error).__name__}: {"".join(first)}'
-    return head | {'status': 'failed', 'error': text}
-  if numbers is None:
-    return None
-  return head | {'status': 'finished'} | numbers
+    return [head | {'status': 'failed', 'error': text} for head in heads]
+  status = {'status': 'finished'}
+  return [x | status | y for x, y in zip(heads, numbers, strict=False)]
 
 
-def train_point(point: Point, request: StopRequest) -> Row | None:
-  """Trains all seeds of a point; numbers lead with the seed.
+def train_group(group: Sequence[Point], request: StopRequest) -> list[Row]:
+  """Trains all learning rates and seeds of a model; numbers lead with the seed.
+
+  Args:
+    group: points that differ in the learning rate alone.
+    request: where it comes before the last step, training ends.
 
   Returns:
-    params (count), steps_per_s (all seeds together take such a step),
-    final_loss and final_accuracy (seeds,) on the validation batches, loss and
-    accuracy (seeds, steps) of the training batches. None where a stop was
-    requested before the last step.
-
-  Raises:
-    FloatingPointError: a loss is not finite.
+    For each point params (count), steps_per_s (all rates and seeds together
+    take such a step), final_loss and final_accuracy (seeds,) on the validation
+    batches, loss and accuracy (seeds, steps) of the training batches. None at
+    all where a stop was requested before the last step.
   """
-  outcome = train_seeds(point.experiment, point.seeds, request, point.name)
-  if outcome is None:
-    return None
-  sizes = [leaf.size for leaf in jax.tree.leaves(outcome.params)]
-  return {
-    'params': sum(sizes) // len(point.seeds),
-    'steps_per_s': outcome.steps_per_second,
-    'final_loss': _plain(outcome.final['eval_loss']),
-    'final_accuracy': _plain(outcome.final['eval_accuracy']),
-    'loss': _plain(outcome.history['loss']),
-    'accuracy': _plain(outcome.history['accuracy']),
-  }
+  first = group[0]
+  rates = [x.experiment.optimizer.learning_rate for x in group]
+  found = train_grid(first.experiment, rates, first.seeds, request, first.name)
+  if found is None:
+    return []
+  return [
+    {
+      'params': num_params(first.experiment),
+      'steps_per_s': found.steps_per_second,
+      'final_loss': _plain(found.final['eval_loss'][i]),
+      'final_accuracy': _plain(found.final['eval_accuracy'][i]),
+      'loss': _plain(found.history['loss'][i]),
+      'accuracy': _plain(found.history['accuracy'][i]),
+    }
+    for i in range(len(group))
+  ]
 
 
 def _plain(array: Any) -> Any:
-  """Nested lists with 6 significant digits."""
-  return np.vectorize(lambda x: float(f'{x:.6g}'))(np.asarray(array)).tolist()
+  """Nested lists with 6 significant digits, None for what is not finite."""
+  found = np.vectorize(
+    lambda x: float(f'{x:.6g}') if math.isfinite(x) else None, otypes=[object]
+  )
+  return found(np.asarray(array)).tolist()
 
 
 def num_params(experiment: train.Experiment) -> int:

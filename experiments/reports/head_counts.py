@@ -1,5 +1,6 @@
 """Reports a sweep over head counts in numbers and words, and rows of CSVs."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,12 +10,32 @@ from flax import traverse_util
 from rich import box
 from rich.table import Table
 
-Summary = dict[str, Any]
+from experiments.reports import statistics
+from experiments.reports.statistics import Best, median_range, number, spread
 
 CAPTION = (
-  'median and range over seeds; final loss and accuracy on evaluation batches; '
-  'steps/s of all seeds together'
+  'median and range over seeds, each number at the learning rate (lr) that is '
+  'best for it; final loss and accuracy on evaluation batches'
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+  """A head count at its best learning rates.
+
+  Args:
+    n_heads: the head count.
+    final: the row with the least final loss.
+    speed: the row with the fewest steps to the threshold.
+    worst: the loss before training, which a seed that diverged counts as.
+    line: of tables and CSVs: medians and ranges over seeds.
+  """
+
+  n_heads: int
+  final: Best
+  speed: Best
+  worst: float
+  line: dict[str, Any]
 
 
 def fields(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -22,116 +43,134 @@ def fields(config: Mapping[str, Any]) -> dict[str, Any]:
   return dict(traverse_util.flatten_dict(config, sep='.'))
 
 
-def summarise(row: dict[str, Any], threshold: float) -> Summary:
-  """One line of the table: medians and ranges over seeds.
+def final_losses(row: Mapping[str, Any]) -> list[float]:
+  """The losses on validation batches, by seed; inf: diverged."""
+  return [number(x) for x in row['final_loss']]
+
+
+def summarise(rows: Sequence[dict[str, Any]], threshold: float) -> Summary:
+  """Chooses the best learning rates of one head count.
 
   Args:
-    row: a finished point, see `points.train_point`.
+    rows: finished points, one for each learning rate, see `points.train_group`.
     threshold: the loss that steps are counted to.
   """
-  steps = [steps_to(losses, threshold) for losses in row['loss']]
-  return {
+  final = statistics.best_rate(rows, final_losses)
+  speed = statistics.best_rate(
+    rows, lambda row: [steps_to(x, threshold) for x in row['loss']]
+  )
+  row = final.row
+  line = {
     'n_heads': row['n_heads'],
     'head_dim': row['head_dim'],
     'params': row['params'],
     'seeds': len(row['seeds']),
     'steps': len(row['loss'][0]),
-    **spread('final_loss', row['final_loss']),
+    'learning_rates': ' '.join(f'{x["learning_rate"]:g}' for x in rows),
+    'learning_rate': final.learning_rate,
+    **spread('final_loss', final.values),
     **spread('final_accuracy', row['final_accuracy']),
-    **spread('steps_to_threshold', steps),
+    'speed_learning_rate': speed.learning_rate,
+    **spread('steps_to_threshold', speed.values),
     'steps_per_s': row['steps_per_s'],
   }
+  first = [number(losses[0]) for x in rows for losses in x['loss']]
+  return Summary(row['n_heads'], final, speed, float(np.median(first)), line)
 
 
-def steps_to(losses: Sequence[float], threshold: float) -> float:
+def steps_to(losses: Sequence[float | None], threshold: float) -> float:
   """Steps until the batch loss is below the threshold; inf: never."""
-  below = np.flatnonzero(np.asarray(losses) < threshold)
+  below = np.flatnonzero(np.asarray(losses, float) < threshold)
   return float(below[0] + 1) if below.size else math.inf
 
 
-def spread(name: str, values: Sequence[float]) -> dict[str, float]:
-  """Median, least and greatest.
-
-  Between a number and infinity the median is infinity: half never get there.
-  """
-  ordered = sorted(values)
-  return {
-    f'{name}_median': float(np.median(ordered)),
-    f'{name}_min': ordered[0],
-    f'{name}_max': ordered[-1],
-  }
-
-
-def table(
-  summaries: Sequence[Summary],
-  failed: Sequence[dict[str, Any]],
-  threshold: float,
-) -> Table:
+def table(summaries: Sequence[Summary], threshold: float) -> Table:
   """The summaries as a table: the median, and below it the range over seeds."""
   columns = (
     'n_heads',
     'head_dim',
     'params',
+    'lr',
     'final loss',
     'accuracy',
+    'lr',
     f'steps to\nloss < {threshold:g}',
-    'steps/s',
   )
   result = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), caption=CAPTION)
   for name in columns:
     result.add_column(name, justify='right')
-  for s in summaries:
-    speed = s['steps_per_s']
+  for line in (x.line for x in summaries):
+    never = math.isinf(line['steps_to_threshold_min'])
     result.add_row(
-      str(s['n_heads']),
-      str(s['head_dim']),
-      f'{s["params"]:,}',
-      median_range(s, 'final_loss', '.4f', '\n'),
-      median_range(s, 'final_accuracy', '.2f', '\n'),
-      median_range(s, 'steps_to_threshold', '.0f', '\n'),
-      '-' if speed is None else f'{speed:.1f}',
+      str(line['n_heads']),
+      str(line['head_dim']),
+      f'{line["params"]:,}',
+      f'{line["learning_rate"]:g}',
+      median_range(line, 'final_loss', '.4f', '\n', 'diverged'),
+      median_range(line, 'final_accuracy', '.2f', '\n'),
+      '' if never else f'{line["speed_learning_rate"]:g}',
+      median_range(line, 'steps_to_threshold', '.0f', '\n'),
     )
-  for row in failed:
-    cells = [str(row['n_heads']), str(row['head_dim'])]
-    result.add_row(*cells, *['failed'] * (len(columns) - len(cells)))
   return result
 
 
 def verdict(summaries: Sequence[Summary], threshold: float) -> str:
   """One sentence: do more heads help, plateau or hurt, in speed and in the end?
 
-  Ranges over seeds that overlap are a plateau, and so are final losses that
-  all lie below the threshold.
+  Head counts whose difference, seed by seed, has an interval around 0 are a
+  plateau, and so are final losses that all lie below the threshold.
   """
   if len(summaries) < 2:
     return 'One head count alone shows no trend; pass more to --n_heads.'
-  if any(s['seeds'] < 2 for s in summaries):
+  lines = [x.line for x in summaries]
+  if any(line['seeds'] < 2 for line in lines):
     return 'One seed alone has no spread to hold a trend against; pass --seeds.'
-  steps, loss = 'steps_to_threshold', 'final_loss'
-  solved = all(s[f'{loss}_max'] < threshold for s in summaries)
-  end = 'plateau' if solved else _trend(summaries, loss)
+  solved = all(line['final_loss_max'] < threshold for line in lines)
+  end = 'plateau' if solved else _trend(summaries, 'final')
   note = 'all solve it; ' if solved else ''
-  losses = _examples(summaries, loss, '.4f')
+  losses = _examples(summaries, 'final', 'final_loss', '.4f')
   ends = f'{end} in the end ({note}final loss {losses})'
-  if all(math.isinf(s[f'{steps}_min']) for s in summaries):
+  if all(math.isinf(line['steps_to_threshold_min']) for line in lines):
     return (
       f'More heads {ends}; no head count reaches loss < {threshold:g}, so '
       'nothing is said of speed.'
     )
+  steps = _examples(summaries, 'speed', 'steps_to_threshold', '.0f')
   return (
-    f'More heads {_trend(summaries, steps)} in speed (steps to loss < '
-    f'{threshold:g}: {_examples(summaries, steps, ".0f")}) and {ends}.'
+    f'More heads {_trend(summaries, "speed")} in speed (steps to loss < '
+    f'{threshold:g}: {steps}) and {ends}.'
   )
 
 
-def _trend(summaries: Sequence[Summary], name: str) -> str:
+def rates(summaries: Sequence[Summary]) -> str:
+  """Says which learning rates were tried, and whose best is the last one."""
+  line = summaries[0].line
+  text = f'Learning rates tried: {", ".join(line["learning_rates"].split())}.'
+  found: dict[str, list[str]] = {}
+  for words, bests in (
+    ('final loss', [x.final for x in summaries]),
+    ('speed', [x.speed for x in summaries]),
+  ):
+    for advice in dict.fromkeys(x.advice for x in bests if x.advice):
+      heads = [
+        str(x.n_heads)
+        for x, best in zip(summaries, bests, strict=True)
+        if best.advice == advice
+      ]
+      found.setdefault(f'for n_heads={",".join(heads)} {advice}', []).append(
+        words
+      )
+  for advice, judged_by in found.items():
+    text += f' By {" and ".join(judged_by)}, {advice}.'
+  return text
+
+
+def _trend(summaries: Sequence[Summary], by: str) -> str:
   """Says what more heads do to a number that is better small."""
-  best = _best(summaries, name)
-  alike = [
-    s['n_heads'] for s in summaries if _effect(best, s, name) == 'plateau'
-  ]
-  to_best = _effect(summaries[0], best, name)
-  from_best = _effect(best, summaries[-1], name)
+  best = _best(summaries, by)
+  alike = [s.n_heads for s in summaries if _effect(best, s, by) == 'plateau']
+  to_best = _effect(summaries[0], best, by)
+  from_best = _effect(best, summaries[-1], by)
   if to_best == 'help':
     more = (
       ''
@@ -146,33 +185,28 @@ def _trend(summaries: Sequence[Summary], name: str) -> str:
   return 'plateau'
 
 
-def _best(summaries: Sequence[Summary], name: str) -> Summary:
-  return min(summaries, key=lambda s: s[f'{name}_median'])
+def _best(summaries: Sequence[Summary], by: str) -> Summary:
+  return min(summaries, key=lambda s: np.median(sorted(getattr(s, by).values)))
 
 
-def _effect(fewer: Summary, more: Summary, name: str) -> str:
+def _effect(fewer: Summary, more: Summary, by: str) -> str:
   """Says what the step from fewer heads to more does to the number."""
-  if fewer[f'{name}_max'] < more[f'{name}_min']:
-    return 'hurt'
-  return 'help' if fewer[f'{name}_min'] > more[f'{name}_max'] else 'plateau'
+  steps = by == 'speed'
+  worst = fewer.line['steps'] + 1 if steps else max(fewer.worst, more.worst)
+  found = statistics.difference(
+    getattr(more, by).values, getattr(fewer, by).values, worst
+  )
+  return ('plateau', 'hurt', 'help')[found.sign]
 
 
-def _examples(summaries: Sequence[Summary], name: str, form: str) -> str:
+def _examples(
+  summaries: Sequence[Summary], by: str, name: str, form: str
+) -> str:
   """The number at the fewest heads, at the best head count and at the most."""
-  chosen = (summaries[0], _best(summaries, name), summaries[-1])
+  chosen = (summaries[0], _best(summaries, by), summaries[-1])
   texts = [
-    f'{median_range(s, name, form)} with {s["n_heads"]} '
-    f'head{"" if s["n_heads"] == 1 else "s"}'
+    f'{median_range(s.line, name, form)} with {s.n_heads} '
+    f'head{"" if s.n_heads == 1 else "s"}'
     for s in chosen
   ]
   return ', '.join(dict.fromkeys(texts))
-
-
-def median_range(summary: Summary, name: str, form: str, gap: str = ' ') -> str:
-  """Median (least-greatest), of signed numbers (least to greatest)."""
-  median, low, high = (
-    'never' if math.isinf(x) else format(x, form)
-    for x in (summary[f'{name}_{part}'] for part in ('median', 'min', 'max'))
-  )
-  to = ' to ' if form.startswith('+') else '-'
-  return median if low == high else f'{median}{gap}({low}{to}{high})'

@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 import jax
-import numpy as np
 
 from mha_jax.training.signals import StopRequest
 from mha_jax.training.train import Metrics, TrainConfig, TrainState
@@ -45,11 +44,8 @@ def dispatches(
     start: steps taken so far.
     state: the state after them.
     advance: takes a number of steps from a state; gives the state after them
-      and their metrics, of any shape, 'loss' among them.
+      and their metrics, of any shape.
     request: where it comes, no further dispatch begins.
-
-  Raises:
-    FloatingPointError: a loss is not finite.
   """
   while start < config.steps and request.signal is None:
     end = min(start + config.steps_per_dispatch, config.steps)
@@ -57,11 +53,6 @@ def dispatches(
     # A number of a computation that failed hangs when it is read; waiting for
     # it raises the error.
     metrics = jax.block_until_ready(metrics)
-    if not np.all(np.isfinite(metrics['loss'])):
-      raise FloatingPointError(
-        f'the loss is not finite in steps {start} to {end}; try a smaller '
-        'optimizer.learning_rate'
-      )
     yield Dispatch(start, end, state, metrics)
     start = end
 

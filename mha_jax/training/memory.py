@@ -66,7 +66,7 @@ def check(experiment: Experiment, copies: int = 1) -> None:
 
   Args:
     experiment: the run.
-    copies: seeds that train at once.
+    copies: trainings at once.
   """
   sizes, have = step_bytes(experiment, copies), available_bytes()
   needed = sum(sizes.values())
@@ -80,10 +80,10 @@ def check(experiment: Experiment, copies: int = 1) -> None:
   named = ', '.join(
     f'{name}={value}' for name, value in values.items() if value
   )
-  seeds = f' of {copies} seeds' if copies > 1 else ''
+  at_once = f' of {copies} trainings at once' if copies > 1 else ''
   raise ValueError(
-    f'a training step{seeds} keeps {_gib(needed)} at the least, and there are '
-    f'{_gib(have)} of memory; {_gib(sizes[part])} are {part}, by {named}: '
+    f'a training step{at_once} keeps {_gib(needed)} at the least, and there '
+    f'are {_gib(have)} of memory; {_gib(sizes[part])} are {part}, by {named}: '
     'choose less'
   )
 
@@ -95,7 +95,7 @@ def step_bytes(experiment: Experiment, copies: int = 1) -> dict[str, int]:
 
   Args:
     experiment: the run.
-    copies: seeds that train at once.
+    copies: trainings at once.
   """
   model, task = experiment.model, experiment.task
   tokens = experiment.train.batch_size * task.max_len * copies

@@ -14,10 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mha_jax.training import environment, memory, train
 from mha_jax.training.checkpoints import Checkpoints
-from mha_jax.training.dispatches import dispatch_ends, dispatches
+from mha_jax.training.dispatches import Dispatch, dispatch_ends, dispatches
 from mha_jax.training.metrics import Recorder
 from mha_jax.training.progress import ProgressBar
 from mha_jax.training.record import check_name, claim, exclusive
@@ -113,6 +114,7 @@ def _loop(
 
   with ProgressBar('train', config.steps, start=step) as bar:
     for dispatch in dispatches(config, step, state, advance, request):
+      _check_finite(dispatch)
       step, state = dispatch.end, dispatch.state
       metrics = {x: float(jnp.mean(y)) for x, y in dispatch.metrics.items()}
       recorder.write(step, metrics)
@@ -123,3 +125,12 @@ def _loop(
   checkpoints.save(step, state)
   stopped_by = request.signal if step < config.steps else None
   return Outcome(step, recorder.last, state.params, stopped_by)
+
+
+def _check_finite(dispatch: Dispatch) -> None:
+  """Raises a FloatingPointError unless all losses of a dispatch are finite."""
+  if not np.all(np.isfinite(dispatch.metrics['loss'])):
+    raise FloatingPointError(
+      f'the loss is not finite in steps {dispatch.start} to {dispatch.end}; '
+      'try a smaller optimizer.learning_rate'
+    )

@@ -3,7 +3,8 @@
 `advance` runs many optimiser steps in one dispatch (`lax.scan`). The batch and
 the dropout of step i depend on the run's key and on i alone, so a run that
 stops and goes on gives the very numbers of one that never stopped; and the
-functions vmap over keys and states, which makes seeds an axis.
+functions vmap over keys, states and learning rates, which makes seeds and rates
+axes.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from mha_jax.attention import checks
+from mha_jax.attention.notation import ArrayLike
 from mha_jax.attention.pytrees import pytree
 from mha_jax.decoder import DecoderConfig, DecoderLM
 from mha_jax.tasks import Batch, Task
@@ -131,22 +133,38 @@ class TrainState:
   opt_state: Any
 
 
-def make_schedule(experiment: Experiment) -> optax.Schedule:
-  """The learning rate by step."""
+def make_schedule(
+  experiment: Experiment, learning_rate: ArrayLike | None = None
+) -> optax.Schedule:
+  """The learning rate by step.
+
+  Args:
+    experiment: its optimiser's config says how the rate rises and falls.
+    learning_rate: the peak, also a traced one; None: the config's.
+  """
   config = experiment.optimizer
-  return optax.warmup_cosine_decay_schedule(
+  peak = config.learning_rate if learning_rate is None else learning_rate
+  shape = optax.warmup_cosine_decay_schedule(
     init_value=0.0,
-    peak_value=config.learning_rate,
+    peak_value=1.0,
     warmup_steps=config.warmup_steps,
     decay_steps=experiment.train.steps,
-    end_value=config.learning_rate * config.final_fraction,
+    end_value=config.final_fraction,
   )
+  return lambda step: peak * shape(step)
 
 
-def make_optimizer(experiment: Experiment) -> optax.GradientTransformation:
-  """The optimiser that the config names, behind clipping."""
+def make_optimizer(
+  experiment: Experiment, learning_rate: ArrayLike | None = None
+) -> optax.GradientTransformation:
+  """The optimiser that the config names, behind clipping.
+
+  Args:
+    experiment: names it.
+    learning_rate: the peak, also a traced one; None: the config's.
+  """
   config = experiment.optimizer
-  schedule = make_schedule(experiment)
+  schedule = make_schedule(experiment, learning_rate)
   return optax.chain(
     optax.clip_by_global_norm(config.clip_norm),
     optimizers.make(config.name, schedule, config.usual, config.options),
@@ -194,9 +212,19 @@ def loss_and_accuracy(
 
 
 def train_step(
-  experiment: Experiment, key: jax.Array, state: TrainState
+  experiment: Experiment,
+  key: jax.Array,
+  state: TrainState,
+  learning_rate: ArrayLike | None = None,
 ) -> tuple[TrainState, Metrics]:
-  """One optimiser step on the batch of this step."""
+  """One optimiser step on the batch of this step.
+
+  Args:
+    experiment: all that the training depends on, but for the seed in it.
+    key: of the run.
+    state: the state before the step.
+    learning_rate: the peak, see `make_schedule`.
+  """
   batch_key = jax.random.fold_in(_stream(key, 'batch'), state.step)
   dropout_key = jax.random.fold_in(_stream(key, 'dropout'), state.step)
   batch = experiment.task.sample(batch_key, experiment.train.batch_size)
@@ -205,23 +233,30 @@ def train_step(
   )
   grads, metrics = grad_fn(state.params, batch, dropout_key)
   with jax.numpy_dtype_promotion('standard'):  # optax mixes dtypes
-    updates, opt_state = make_optimizer(experiment).update(
+    updates, opt_state = make_optimizer(experiment, learning_rate).update(
       grads, state.opt_state, state.params
     )
     params = optax.apply_updates(state.params, updates)
     metrics['grad_norm'] = optax.tree.norm(grads)
-    rate = make_schedule(experiment)(state.step)
+    rate = make_schedule(experiment, learning_rate)(state.step)
   metrics['learning_rate'] = jnp.asarray(rate)
   return TrainState(state.step + 1, params, opt_state), metrics
 
 
 def advance(
-  experiment: Experiment, num_steps: int, key: jax.Array, state: TrainState
+  experiment: Experiment,
+  num_steps: int,
+  key: jax.Array,
+  state: TrainState,
+  learning_rate: ArrayLike | None = None,
 ) -> tuple[TrainState, Metrics]:
-  """num_steps optimiser steps; metrics lead with the step, (num_steps,)."""
+  """num_steps optimiser steps; metrics lead with the step, (num_steps,).
+
+  The other arguments are those of `train_step`.
+  """
 
   def step(state: TrainState, _: None) -> tuple[TrainState, Metrics]:
-    return train_step(experiment, key, state)
+    return train_step(experiment, key, state, learning_rate)
 
   return jax.lax.scan(step, state, length=num_steps)
 

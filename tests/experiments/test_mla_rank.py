@@ -45,19 +45,22 @@ class MlaRankTest(parameterized.TestCase):
   def stub(self, losses):
     """Training that gives each model the bits of losses(labels), by seed."""
 
-    def train(point, request):
-      del request
+    def train(point):
       bits = losses(point.labels)
       return {
         'params': points.num_params(point.experiment),
         'steps_per_s': 1.0,
-        'final_loss': [x * math.log(2) for x in bits],
+        'final_loss': [x and x * math.log(2) for x in bits],
         'final_accuracy': [0.0] * 3,
-        'loss': [[0.0]] * 3,
+        'loss': [[40 * math.log(2)]] * 3,
         'accuracy': [[0.0]] * 3,
       }
 
-    return mock.patch.object(points, 'train_point', train)
+    def train_group(group, request):
+      del request
+      return [train(point) for point in group]
+
+    return mock.patch.object(points, 'train_group', train_group)
 
   def test_numbers(self):
     """Caches, paired differences, and the answer in words."""

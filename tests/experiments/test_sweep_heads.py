@@ -20,13 +20,14 @@ from configs import copy_task
 from experiments import sweep_heads
 from experiments.harness import points
 from experiments.harness.settings import experiment_from
-from mha_jax.training import seeds, train
+from mha_jax.training import grid, train
 
 STEPS, SEEDS = 10, [3, 4]
 OVERRIDES = (
   '--n_heads=4,1,4',
   '--seeds=2',
   '--threshold=1.5',
+  '--learning_rates=0.003',
   '--config.train.seed=3',
   f'--config.train.steps={STEPS}',
   '--config.train.steps_per_dispatch=5',
@@ -39,8 +40,8 @@ FILES = {
   'results.csv',
   'sweep_heads.png',
 }
-train_point = points.train_point
-advance_seeds = seeds._advance
+train_group = points.train_group
+advance_grid = grid._advance
 
 
 def call(workdir: pathlib.Path, *more: str) -> scripts.Result:
@@ -50,8 +51,13 @@ def call(workdir: pathlib.Path, *more: str) -> scripts.Result:
 
 
 def training(stub):
-  """Replaces the training of a point by stub(point, request)."""
-  return mock.patch.object(points, 'train_point', stub)
+  """Replaces the training of each point by stub(point, request)."""
+
+  def train_each(group, request):
+    rows = [stub(point, request) for point in group]
+    return [] if None in rows else rows
+
+  return mock.patch.object(points, 'train_group', train_each)
 
 
 def counted(trained: list[int]):
@@ -59,7 +65,7 @@ def counted(trained: list[int]):
 
   def train_and_note(point, request):
     trained.append(point.experiment.model.layers[0].num_heads)
-    return train_point(point, request)
+    return train_group([point], request)[0]
 
   return train_and_note
 
@@ -110,14 +116,15 @@ class SweepTestCase(parameterized.TestCase):
 
 
 class SweepTest(SweepTestCase):
-  def never(self, point, request):
+  @staticmethod
+  def never(point, request):
     raise AssertionError('trained again')
 
   def test_output(self):
     """Progress, a table, a sentence, and where the files are."""
     self.assertEqual(self.first.code, 0, self.first)
     self.assertEqual(self.trained, [1, 4])
-    for part in ('n_heads', 'head_dim', 'loss < 1.5', 'steps/s', 'More heads'):
+    for part in ('n_heads', 'head_dim', 'loss < 1.5', 'lr', 'More heads'):
       self.assertIn(part, self.first.out)
     self.assertIn(f'recorded in {self.workdir}', self.first.out)
     for part in (' 1 head  10/10', ' 4 heads  10/10', 'loss', 'steps/s'):
@@ -247,7 +254,7 @@ class SweepTest(SweepTestCase):
     ('--seeds=3', 'seeds: 2 -> 3'),
     ('--config.train.seed=4', 'train.seed: 3 -> 4'),
     ('--config.model.attention=mqa', 'model.attention: mha -> mqa'),
-    ('--config.optimizer.learning_rate=0.01', 'learning_rate: 0.003 -> 0.01'),
+    ('--config.optimizer.b1=0.5', 'optimizer.b1: 0.9 -> 0.5'),
     ('--config.task.num_symbols=3', 'task.num_symbols: 4 -> 3'),
     ('--equal_params', 'equal_params: False -> True'),
   )
@@ -306,8 +313,7 @@ class GoingOnTest(SweepTestCase):
     with training(fail):
       result = call(workdir)
     self.assertEqual(result.code, 1)
-    self.assertIn('n_heads=1 failed: RuntimeError: out of luck\n', result.out)
-    self.assertRegex(result.out, r'\n +1 +16 +failed')
+    self.assertIn('n_heads=1 at 0.003 failed: RuntimeError: out of luck\n', result.out)
     failed, kept = read(workdir)
     self.assertEqual(kept, self.rows[1])
     self.assertEqual(failed['status'], 'failed')
@@ -317,12 +323,12 @@ class GoingOnTest(SweepTestCase):
 
     dispatches = []
 
-    def advance(experiment, num_steps, keys, state):
+    def advance(experiment, num_steps, keys, rates, state):
       os.kill(os.getpid(), signal.SIGTERM)
       dispatches.append(num_steps)
-      return advance_seeds(experiment, num_steps, keys, state)
+      return advance_grid(experiment, num_steps, keys, rates, state)
 
-    with mock.patch.object(seeds, '_advance', advance):
+    with mock.patch.object(grid, '_advance', advance):
       result = call(workdir)
     self.assertEqual(result.code, 0)
     self.assertEqual(dispatches, [5])
@@ -354,21 +360,87 @@ class GoingOnTest(SweepTestCase):
 
   @parameterized.parameters(math.nan, math.inf)
   def test_a_loss_that_is_not_finite(self, loss):
-    """Is a failure; with no point left there is a table and no figure."""
+    """Is a result, which counts; it is not trained again."""
     workdir = self.folder / f'loss_{loss}'
-    losses = np.array([[1.0] * 5, [1.0, 2.0, loss, loss, loss]])
-    metrics = {'loss': losses, 'accuracy': np.zeros((2, 5))}
+    losses = np.array([[[1.0] * 5, [1.0, 2.0, loss, loss, loss]]])
+    metrics = {'loss': losses, 'accuracy': np.zeros((1, 2, 5))}
+    state = train.TrainState(jnp.zeros(()), jnp.zeros((3,)), ())
+    final = {
+      'eval_loss': np.array([[0.5, loss]]),
+      'eval_accuracy': np.zeros((1, 2)),
+    }
     with (
-      mock.patch.object(train, 'init', return_value=jnp.zeros(())),
-      mock.patch.object(seeds, '_advance', return_value=(None, metrics)),
+      mock.patch.object(grid, '_advance', return_value=(state, metrics)),
+      mock.patch.object(grid, '_evaluate', return_value=final),
     ):
       result = call(workdir, '--n_heads=2')
-    self.assertEqual(result.code, 1)
+    self.assertEqual(result.code, 0, result)
     (row,) = read(workdir)
-    self.assertEqual(row['status'], 'failed')
-    self.assertRegex(row['error'], 'FloatingPointError: .* not finite')
-    self.assertIn('n_heads=2 failed: FloatingPointError', result.out)
-    self.assertFalse((workdir / 'sweep_heads.png').exists())
+    self.assertEqual(row['final_loss'], [0.5, None])
+    self.assertEqual(row['loss'][1][:5], [1, 2, None, None, None])
+    self.assertIn('diverged', result.out)
+    self.assertTrue((workdir / 'sweep_heads.png').exists())
+    with training(SweepTest.never):
+      self.assertEqual(call(workdir, '--n_heads=2').out, result.out)
+
+
+class RatesTest(SweepTestCase):
+  """Each head count at each rate, judged at its best."""
+
+  def rate(self, row) -> float:
+    return row['config']['optimizer']['learning_rate']
+
+  def test_another_rate_is_added(self):
+    """Beside what is there, which is not trained again; all rates at once."""
+    workdir = self.folder / 'rates'
+    write(workdir, self.rows)
+    groups = []
+
+    def noted(group, request):
+      groups.append([x.experiment.optimizer.learning_rate for x in group])
+      return train_group(group, request)
+
+    with mock.patch.object(points, 'train_group', noted):
+      result = call(workdir, '--learning_rates=0.1,0.003,0.01')
+    self.assertEqual(result.code, 0, result)
+    self.assertEqual(groups, [[0.01, 0.1]] * 2)
+    rows = read(workdir)
+    self.assertEqual(rows[:2], self.rows)
+    self.assertLen(rows, 6)
+    text = (workdir / 'results.csv').read_text()
+    for line in csv.DictReader(text.splitlines()):
+      own = [x for x in rows if str(x['n_heads']) == line['n_heads']]
+      best = min(own, key=lambda row: np.median(row['final_loss']))
+      self.assertEqual(float(line['learning_rate']), self.rate(best))
+      self.assertEqual(
+        float(line['optimizer.learning_rate']), self.rate(best)
+      )
+      self.assertEqual(line['learning_rates'], '0.003 0.01 0.1')
+    self.assertIn('Learning rates tried: 0.003, 0.01, 0.1.', result.out)
+
+  def test_a_rate_is_a_sweep_at_that_rate(self):
+    """Up to float32 rounding."""
+    workdir = self.folder / 'together'
+    result = call(workdir, '--learning_rates=0.003,0.03')
+    self.assertEqual(result.code, 0, result)
+    rows = [x for x in read(workdir) if self.rate(x) == 0.003]
+    for got, wanted in zip(rows, self.rows, strict=True):
+      self.assertEqual(got['key'], wanted['key'])
+      for name in ('loss', 'final_loss'):
+        np.testing.assert_allclose(got[name], wanted[name], 1e-5)
+
+  @parameterized.parameters(
+    ('--learning_rates=', 'give one, such as 0.003'),
+    ('--learning_rates=0.1,fast', '--learning_rates=0.1,fast must be numbers'),
+    ('--learning_rates=0', '--learning_rates=0 must be numbers from 1e-12'),
+    ('--learning_rates=nan', '--learning_rates=nan must be numbers'),
+    ('--config.optimizer.learning_rate=0.1', 'use --learning_rates'),
+  )
+  def test_wrong_rates(self, flag, words):
+    """One line."""
+    result = call(self.folder / 'wrong', flag)
+    self.assertEqual((result.code, result.err.count('\n')), (2, 1), result)
+    self.assertIn(words, result.err)
 
 
 class FolderTestCase(parameterized.TestCase):
@@ -383,11 +455,13 @@ class DispatchTest(FolderTestCase):
     """Where steps_per_dispatch does not divide the steps."""
     sizes = []
 
-    def advance(experiment, num_steps, keys, state):
-      del experiment, keys
+    def advance(experiment, num_steps, keys, rates, state):
+      del experiment, keys, rates
       sizes.append(num_steps)
       first = sum(sizes) - num_steps
-      losses = np.stack([np.arange(first, sum(sizes)) + i for i in (1, 100)])
+      losses = np.stack(
+        [[np.arange(first, sum(sizes)) + i for i in (1, 100)]]
+      )
       return state, {'loss': losses, 'accuracy': losses}
 
     state = train.TrainState(jnp.zeros(()), jnp.zeros((3,)), ())
@@ -395,14 +469,13 @@ class DispatchTest(FolderTestCase):
     with (
       mock.patch.object(train, 'init', return_value=state),
       mock.patch.object(train, 'evaluate', return_value=final),
-      mock.patch.object(seeds, '_advance', advance),
+      mock.patch.object(grid, '_advance', advance),
     ):
       workdir = self.folder / 'uneven'
       result = call(workdir, '--n_heads=2', '--config.train.steps=12')
     self.assertEqual((result.code, sizes), (0, [5, 5, 2]))
     (row,) = read(workdir)
     self.assertEqual(row['loss'], [[*range(1, 13)], [*range(100, 112)]])
-    self.assertEqual(row['params'], 3)
 
 
 class StudyTest(FolderTestCase):
@@ -473,4 +546,7 @@ class DefaultsTest(parameterized.TestCase):
     """Exercise 1: heads 1, 2, 4, 8, 16 with three seeds."""
     self.assertEqual(sweep_heads.N_HEADS.default, ['1', '2', '4', '8', '16'])
     self.assertEqual(sweep_heads.SEEDS.default, 3)
+    self.assertEqual(
+      points.LEARNING_RATES.default, ['0.001', '0.003', '0.01', '0.03']
+    )
     self.assertEqual(sweep_heads.THRESHOLD.default, 0.05)

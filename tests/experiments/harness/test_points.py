@@ -135,7 +135,8 @@ class RowsTest(parameterized.TestCase):
 
   def train(self, *trained: points.Row) -> list[points.Row]:
     """Trains the point, each time with the next of these numbers."""
-    with mock.patch.object(points, 'train_point', side_effect=trained):
+    groups = [[numbers] for numbers in trained]
+    with mock.patch.object(points, 'train_group', side_effect=groups):
       rows, stopped_by = points.train_points([self.point], self.workdir, {})
     self.assertIsNone(stopped_by)
     return rows
@@ -159,11 +160,10 @@ class RowsTest(parameterized.TestCase):
     {'config': None},
     {'config': {}},
     {'config': {'task': None}},
-    {'final_loss': [0.1, float('nan')]},
     {'final_accuracy': [float('inf'), 1]},
     {'final_loss': []},
     {'final_loss': [0.1]},
-    {'final_loss': [0.1, None]},
+    {'final_loss': [0.1, 'none']},
     {'final_accuracy': [[1, 0.9]]},
     {'loss': [[0.5], [0.5, 0.5]]},
     {'accuracy': 3},

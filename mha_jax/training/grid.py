@@ -1,0 +1,122 @@
+"""Many learning rates and seeds of one model trained at once, by `jax.vmap`.
+
+Each has the parameters, batches and dropout of `run.run` with that learning
+rate and seed. Nothing is recorded: a training that is stopped is lost.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mha_jax.training import train
+from mha_jax.training.dispatches import dispatches
+from mha_jax.training.progress import ProgressBar
+from mha_jax.training.signals import StopRequest
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+  """The result of a grid; every array leads with the rate and the seed.
+
+  A training that diverged stays in it, with losses that are not finite.
+
+  Args:
+    params: the parameters at the end.
+    history: metrics of the training batches, (rates, seeds, steps) each.
+    final: metrics on the validation batches at the end, (rates, seeds) each.
+    steps_per_second: how many steps all together took in a second, the first
+      dispatch left out; None: there was no second one.
+  """
+
+  params: Any
+  history: dict[str, np.ndarray]
+  final: dict[str, np.ndarray]
+  steps_per_second: float | None
+
+
+def train_grid(
+  experiment: train.Experiment,
+  learning_rates: Sequence[float],
+  seeds: Sequence[int],
+  request: StopRequest,
+  description: str = 'train',
+) -> Outcome | None:
+  """Trains all learning rates and seeds in one compiled program.
+
+  Args:
+    experiment: all else that the training depends on; the learning rate and the
+      seed in it are not used.
+    learning_rates: the peaks.
+    seeds: of parameters, batches and dropout; all rates share them.
+    request: where it comes before the last step, training ends.
+    description: shown beside the progress.
+
+  Returns:
+    What became of them; None where a stop was requested.
+  """
+  config = experiment.train
+  keys = jax.vmap(jax.random.key)(jnp.asarray(seeds))
+  rates = jnp.asarray(learning_rates, jnp.float32)
+  state = _init(experiment, keys, rates)
+  history: list[dict[str, np.ndarray]] = []
+  step = 0
+
+  def advance(
+    num_steps: int, state: train.TrainState
+  ) -> tuple[train.TrainState, train.Metrics]:
+    return _advance(experiment, num_steps, keys, rates, state)
+
+  with ProgressBar(description, config.steps) as bar:
+    for dispatch in dispatches(config, step, state, advance, request):
+      step, state = dispatch.end, dispatch.state
+      history.append(jax.device_get(dispatch.metrics))
+      latest = {x: history[-1][x] for x in ('loss', 'accuracy')}
+      bar.update(step, {k: float(np.nanmedian(x)) for k, x in latest.items()})
+  if step < config.steps:
+    return None
+  final = _evaluate(experiment, keys, state.params)
+  final = jax.device_get(jax.block_until_ready(final))
+  curves = {
+    name: np.concatenate([chunk[name] for chunk in history], axis=2)
+    for name in history[0]
+  }
+  return Outcome(state.params, curves, final, bar.steps_per_second)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _init(
+  experiment: train.Experiment, keys: jax.Array, rates: jax.Array
+) -> train.TrainState:
+  """The states before the first step, the same for all rates."""
+  state = jax.vmap(functools.partial(train.init, experiment))(keys)
+  return jax.tree.map(
+    lambda x: jnp.broadcast_to(x, (rates.size, *x.shape)), state
+  )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
+def _advance(
+  experiment: train.Experiment,
+  num_steps: int,
+  keys: jax.Array,
+  rates: jax.Array,
+  state: train.TrainState,
+) -> tuple[train.TrainState, train.Metrics]:
+  """`train.advance` of all; a seed's batch is made once for all rates."""
+  advance = functools.partial(train.advance, experiment, num_steps)
+  over_seeds = jax.vmap(advance, in_axes=(0, 0, None))
+  return jax.vmap(over_seeds, in_axes=(None, 0, 0))(keys, state, rates)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _evaluate(
+  experiment: train.Experiment, keys: jax.Array, params: Any
+) -> train.Metrics:
+  """`train.evaluate` of all."""
+  evaluate = functools.partial(train.evaluate, experiment)
+  return jax.vmap(jax.vmap(evaluate), in_axes=(None, 0))(keys, params)
