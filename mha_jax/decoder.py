@@ -39,6 +39,8 @@ __all__ = ['Block', 'DecoderConfig', 'DecoderLM', 'decoder_config', 'generate']
 
 POSITIONS = ('learned', 'rope', 'none')
 DTYPES = ('float32', 'bfloat16', 'float16', 'float64')
+NUM_HEADS = 4
+"""Heads of a decoder's attention, unless others are asked for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +175,7 @@ def decoder_config(
     dtype: the dtype to compute in; parameters are float32.
     layers: for each layer the options of its attention that differ from the
       others', attention, positions and rope_theta among them; None: none do.
-    **options: of the variant; num_heads is 4 unless given.
+    **options: of the variant; num_heads is `NUM_HEADS` unless given.
 
   Raises:
     ValueError: sizes do not fit, or an option is unknown.
@@ -185,7 +187,11 @@ def decoder_config(
       f'layers of length {len(changes)} must have the changes of each of '
       f'num_layers={num_layers}'
     )
-  common = {'positions': positions, 'rope_theta': rope_theta, 'num_heads': 4}
+  common = {
+    'positions': positions,
+    'rope_theta': rope_theta,
+    'num_heads': NUM_HEADS,
+  }
   common |= {'attention': attention, 'd_model': d_model, 'use_bias': use_bias}
   attentions = tuple(_attention(**{**common, **options, **x}) for x in changes)
   learned = any(x.get('positions', positions) == 'learned' for x in changes)

@@ -42,6 +42,7 @@ from mha_jax.attention.caches import Cache
 from mha_jax.attention.masks import Mask
 from mha_jax.attention.notation import ArrayLike, DTypeLike
 from mha_jax.attention.projections import INITIALIZERS, Initializer, Row
+from mha_jax.attention.variants.config import check_config
 
 __all__ = [
   'Attention',
@@ -161,10 +162,7 @@ class Attention(nnx.Module):
   ):
     dropout_rate = checks.plain(dropout_rate)
     checks.rate('dropout_rate', dropout_rate)
-    if not isinstance(config, AttentionConfig):
-      raise ValueError(
-        f'config={config!r} must be an AttentionConfig, as GroupedConfig(...)'
-      )
+    check_config(config)
     self.config = config
     self.dtype = dtype
     self.dropout_rate = dropout_rate

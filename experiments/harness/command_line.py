@@ -94,7 +94,7 @@ def _run(
     _refuse(error)
   if wants_help:
     print(
-      help_text.whole(
+      help_text.help_of(
         source, config_files.config_module(source), flag_parsing.own_flags()
       )
     )

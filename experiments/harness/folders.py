@@ -6,7 +6,7 @@ config that the command line changes, in order of the alphabet:
   runs/sweep_heads-copy_task-attention=gqa-num_kv_heads=2-positions=rope
 
 A folder holds the answer to one question, which config.json keeps: where
-another one is asked of it, by --workdir, `check` and `kept` refuse.
+another one is asked of it, by --workdir, `kept` refuses.
 """
 
 import contextlib

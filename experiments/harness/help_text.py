@@ -25,7 +25,7 @@ KIND = (
 )
 
 
-def whole(
+def help_of(
   source: str, config_file: ModuleType, own: Mapping[str, flags.Flag]
 ) -> str:
   """The text.

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict, config_dict
 
 from mha_jax.attention import checks
 from mha_jax.attention.variants import option_types
-from mha_jax.decoder import DecoderConfig, decoder_config
+from mha_jax.decoder import NUM_HEADS, DecoderConfig, decoder_config
 from mha_jax.importing import imported
 from mha_jax.tasks import TASKS, Task, TextTask
 from mha_jax.training import memory, record
@@ -87,7 +87,7 @@ def _defaults(kind: Any) -> dict[str, tuple[Any, tuple[Any, ...]]]:
   found: dict[str, tuple[Any, tuple[Any, ...]]] = {
     x.name: (x.default, ()) for x in own if x.name != 'layers'
   }
-  found['num_heads'] = (4, ())
+  found['num_heads'] = (NUM_HEADS, ())
   for name, types in option_types().items():
     if name not in UNSET:
       found.setdefault(name, (None, typing.get_args(types) or (types,)))

@@ -59,7 +59,8 @@ def peak_bytes(
   """Measures how far one run raises a fresh process's memory, in bytes.
 
   The run compiles too. Memory is the resident set, Linux's VmHWM. None where
-  the process dies of it, or the system does not tell.
+  the process dies of it, or the system does not tell; an exception in it is
+  raised here.
 
   Args:
     prepare: a function of a module, called in the process; returns the run.
@@ -73,21 +74,27 @@ def peak_bytes(
   child.start()
   sender.close()
   try:
-    return receiver.recv()
+    found = receiver.recv()
   except EOFError:
     return None
   finally:
     child.join()
+  if isinstance(found, Exception):
+    raise found
+  return int(found)
 
 
 def _measure(
   sender: Any, prepare: Callable[..., Run], arguments: tuple[Any, ...]
 ) -> None:
-  run = prepare(*arguments)
-  FORGET_PEAK.write_text('5')  # what preparing took does not count
-  before = _status('VmRSS')
-  run()
-  sender.send(_status('VmHWM') - before)
+  try:
+    run = prepare(*arguments)
+    FORGET_PEAK.write_text('5')  # what preparing took does not count
+    before = _status('VmRSS')
+    run()
+    sender.send(_status('VmHWM') - before)
+  except Exception as error:  # for the process that asked
+    sender.send(error)
 
 
 def _status(name: str) -> int:

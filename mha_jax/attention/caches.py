@@ -28,7 +28,7 @@ from mha_jax.attention.dtypes import compute_dtype
 from mha_jax.attention.notation import Array, DTypeLike
 from mha_jax.attention.pytrees import pytree
 from mha_jax.attention.sharded_rows import rows_alike
-from mha_jax.attention.variants.config import AttentionConfig
+from mha_jax.attention.variants.config import AttentionConfig, check_config
 
 Entries = tuple[Array, ...]
 
@@ -239,6 +239,7 @@ def init_cache(
     ValueError: both or neither of capacity and window are given, or a size is
       not positive.
   """
+  check_config(config)
   if isinstance(batch_size, tuple | list):
     *batch, t, _ = (1, 1, *batch_size)
     raise ValueError(

@@ -15,7 +15,7 @@ import numpy as np
 from mha_jax.attention.notation import Array, ArrayLike
 
 LARGE = 2**16
-"""Elements, from which on an array is worth it."""
+"""Constants of so many elements are packed into bits."""
 
 
 def as_array(values: ArrayLike) -> Array:
@@ -39,7 +39,7 @@ def opaque(array: Array) -> Array:
   """Returns the array, hidden from XLA's interpreter while it compiles."""
   if not all(isinstance(size, int) for size in array.shape):
     return array  # symbolic, and so no constant
-  small = array.size < LARGE // 8
+  small = array.size < LARGE // 8  # bytes of the smallest one that is packed
   return array if small else jax.lax.optimization_barrier(array)
 
 

@@ -1,10 +1,10 @@
 """Every vmap over heads: who shares what.
 
-`attend` knows one head. Three nested `jax.vmap`s, all over leading axes, make
-it attention of many, and `in_axes` alone tells which heads share a key and a
-value; nothing is repeated in memory.
+`attend` knows one head. Three nested maps over leading axes make it attention
+of many: `jax.vmap`, or on a CPU `jax.lax.map` for long calls. `in_axes` alone
+tells which heads share a key and a value; nothing is repeated in memory.
 
-  vmap over        q  k          v          MHA    GQA        MQA
+  map over         q  k          v          MHA    GQA        MQA
   batch rows b     0  0          0
   kv heads n       0  0 or None  0 or None  n = h  1 < n < h  n = 1
   group's heads g  0  None       None       g = 1  g = h / n  g = h

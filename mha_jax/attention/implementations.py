@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from mha_jax.attention import masks
+from mha_jax.attention.devices import default_device
 from mha_jax.attention.dtypes import compute_dtype
 from mha_jax.attention.notation import Array, Parts
 from mha_jax.attention.scores import Scores
@@ -28,7 +29,7 @@ Reach = tuple[int | None, int | None]
 def cudnn(
   q_BHTK: Array, k_BNSK: Array, v_BNSV: Array, scale: float, reach: Reach
 ) -> Array:
-  """cuDNN's attention."""
+  """Attends by cuDNN; gives (b, h, t, v)."""
   left, right = reach
   q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q_BHTK, k_BNSK, v_BNSV))
   out = jax.nn.dot_product_attention(
@@ -194,7 +195,9 @@ def choose(implementation: str, traits: Traits) -> str:
     return 'exact'  # serves any length
   many = traits.t * traits.s >= MANY_SCORES
   # A loop over the keys of one query pays where a copy of the keys would not.
-  long = traits.s >= LONG_KEYS and (traits.t > 1 or _device().platform == 'cpu')
+  long = traits.s >= LONG_KEYS and (
+    traits.t > 1 or default_device().platform == 'cpu'
+  )
   if not (many or long):
     return 'exact'
   for name in (*KERNELS, 'blockwise'):
@@ -238,7 +241,7 @@ def reason_against(implementation: str, traits: Traits) -> str | None:
 
 def _against_cudnn(traits: Traits) -> str | None:
   (k,), v = traits.widths
-  device = _device()
+  device = default_device()
   capability = str(getattr(device, 'compute_capability', ''))
   nvidia = device.platform == 'gpu' and capability[:1].isdigit()
   if not nvidia or float(capability) < 8:
@@ -255,8 +258,9 @@ def _against_cudnn(traits: Traits) -> str | None:
 
 def _against_splash(traits: Traits) -> str | None:
   (k,), v = traits.widths
-  if _device().platform != 'tpu' or jax.device_count() > 1:
-    return f'it wants a TPU, one alone, not {jax.device_count()} of {_device()}'
+  if default_device().platform != 'tpu' or jax.device_count() > 1:
+    count, device = jax.device_count(), default_device()
+    return f'it wants a TPU, one alone, not {count} of {device}'
   if jnp.dtype(traits.dtype) not in (jnp.bfloat16, jnp.float32):
     return f'it computes in bfloat16 or float32, not in {traits.dtype}'
   if any(size % LANES for size in (traits.t, k, v)):
@@ -265,11 +269,3 @@ def _against_splash(traits: Traits) -> str | None:
       f'v={v}'
     )
   return None
-
-
-def _device() -> Any:
-  """Returns a device that a call runs on, unless its arrays say otherwise."""
-  default = jax.config.jax_default_device  # type: ignore
-  if default is None or isinstance(default, str):
-    return jax.devices(default)[0]
-  return default

@@ -21,7 +21,12 @@ from mha_jax.attention.one_head.dropout import Dropout
 from mha_jax.attention.one_head.exact import as_parts
 from mha_jax.attention.projections import ParamsByRow, as_params
 from mha_jax.attention.scores import Scores, checked_scores
-from mha_jax.attention.variants.config import AttentionConfig, Heads, Project
+from mha_jax.attention.variants.config import (
+  AttentionConfig,
+  Heads,
+  Project,
+  check_config,
+)
 
 
 class LayerOptions(TypedDict, total=False):
@@ -163,10 +168,12 @@ def apply(
   Returns:
     (..., t, out_features); with return_weights the pair of it and the weights;
     with a cache the pair of that and the new cache. With a cache s is the
-    number of its slots, for a window and t > 1 of window + t.
+    number of its slots, for a window and t > 1 of window + t; where lengths are
+    traced, rows past the capacity of their cache are NaN.
 
   Raises:
-    ValueError: inputs, params or options do not fit the config.
+    ValueError: inputs, params or options do not fit the config, a row would
+      hold more than its cache can, or dropout is on with a cache.
   """
   check_name(implementation)
   batch, dtype, params, arrays = _checked(
@@ -221,6 +228,9 @@ def keys_values(
   Raises:
     ValueError: inputs, params, key_positions or lengths do not fit.
   """
+  check_config(config)
+  if inputs_k is None:
+    raise ValueError('inputs_k=None must be the other sequence (..., s, d)')
   layer_inputs.check_sources(config, inputs_k, inputs_k, inputs_v)
   x = jnp.zeros((*np.shape(inputs_k)[:-2], 0, config.d_model))
   params = as_params(config.table, params)
@@ -298,7 +308,9 @@ def _checked(
     dropout=dropout,
     return_weights=return_weights,
   )
-  valid = layer_inputs.valid_of_call(cache, valid, batch, t, inputs[1], scores)
+  if cache is not None:
+    layer_inputs.check_suits_cache(cache, inputs[1], scores)
+  valid = layer_inputs.valid_of_call(cache, valid, batch, t)
   gates = None if head_gates is None else layer_inputs.gates(head_gates, h)
   y, z = (None if a is None else batch.merge(a) for a in (y, z))
   arrays = _Arrays(batch.merge(x), y, z, scores, gates, cache, valid)

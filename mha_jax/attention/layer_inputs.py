@@ -10,7 +10,7 @@ from mha_jax.attention.caches import Cache, StaticCache
 from mha_jax.attention.notation import Array, ArrayLike
 from mha_jax.attention.scores import Scores
 from mha_jax.attention.shapes import Batch
-from mha_jax.attention.variants.config import AttentionConfig
+from mha_jax.attention.variants.config import AttentionConfig, check_config
 
 
 def check_no_mask(inputs_q: Any, inputs_k: Any, inputs_v: Any) -> None:
@@ -41,10 +41,7 @@ def check_sources(
   config: Any, inputs_q: Any, inputs_k: Any, inputs_v: Any
 ) -> None:
   """Raises a ValueError unless config and sources are of the right kind."""
-  if not isinstance(config, AttentionConfig):
-    raise ValueError(
-      f'config={config!r} must be an AttentionConfig, as GroupedConfig(...)'
-    )
+  check_config(config)
   check_no_mask(inputs_q, inputs_k, inputs_v)
   if inputs_k is None and inputs_v is not None:
     raise ValueError(
@@ -85,33 +82,16 @@ def check_positions(
     )
 
 
-def valid_of_call(
-  cache: Cache | None,
-  valid: ArrayLike | None,
-  batch: Batch,
-  t: int,
-  inputs_k: ArrayLike | None,
-  scores: Scores,
-) -> Array | None:
-  """Makes `valid` (b, t), once the call has been found to suit its cache.
+def check_suits_cache(
+  cache: Cache, inputs_k: ArrayLike | None, scores: Scores
+) -> None:
+  """Raises a ValueError unless a call goes with its cache.
 
   Args:
-    cache: a cache, or None.
-    valid: booleans (..., t), or None.
-    batch: the batch dimensions.
-    t: queries.
-    inputs_k: must be None with a cache.
-    scores: with a window, a mask by positions only and no bias; without
-      dropout.
-
-  Raises:
-    ValueError: the call does not go with its cache, or a row would hold more
-      than its capacity.
+    cache: it holds the keys.
+    inputs_k: must be None.
+    scores: without dropout; with a window, a mask by positions and no bias.
   """
-  if cache is None:
-    if valid is not None:
-      raise ValueError('valid is given without a cache; pass a mask instead')
-    return None
   if inputs_k is not None:
     raise ValueError(
       'inputs_k is given with a cache, which holds the keys; pass inputs_q '
@@ -135,6 +115,26 @@ def valid_of_call(
       f"{cache.window} tokens, the query's own among them; make it with "
       f'window={left + 1} or more'
     )
+
+
+def valid_of_call(
+  cache: Cache | None, valid: ArrayLike | None, batch: Batch, t: int
+) -> Array | None:
+  """Makes `valid` (b, t), once its tokens have been found to have room.
+
+  Args:
+    cache: a cache, or None.
+    valid: booleans (..., t), or None.
+    batch: the batch dimensions.
+    t: queries.
+
+  Raises:
+    ValueError: valid does not fit, or a row would hold more than its capacity.
+  """
+  if cache is None:
+    if valid is not None:
+      raise ValueError('valid is given without a cache; pass a mask instead')
+    return None
   if valid is not None:
     valid = batch.merge(as_valid(valid, (*batch.sizes, t)))
   cache.check_room(t, valid)

@@ -23,10 +23,10 @@ class Scores:
   weights = softmax(softcap(scale q k^T) + bias) over the pairs that the mask
   allows; dropout is applied to them.
 
-  It is made once, at a public entry, and travels unchanged to the function of
-  one head. Leaves lead with (b, h), of size 1 where rows or heads share them;
-  `heads` takes off an axis with each vmap, so that inside a head they have the
-  shapes below.
+  It is checked once, at a public entry; a layer adds its cache's mask and
+  positions, a variant its scale and softcap. Leaves lead with (b, h), of size 1
+  where rows or heads share them; `heads` takes off an axis with each map, so
+  that inside a head they have the shapes below.
   """
 
   mask: Mask | None = None

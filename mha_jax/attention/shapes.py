@@ -68,7 +68,7 @@ class Batch:
     return math.prod(self.sizes)
 
   def merge(self, x: Array) -> Array:
-    """(..., a, c) -> (b, a, c), of the arrays' last dimensions any number."""
+    """Merges the batch dimensions: (..., *rest) -> (b, *rest)."""
     n = len(self.sizes)
     if n == 1:
       return x
@@ -76,7 +76,7 @@ class Batch:
     return jnp.reshape(x, (self.rows, *x.shape[n:]), out_sharding=sharding)
 
   def split(self, x: Array) -> Array:
-    """(b, ...) -> (..., ...), sharded as the batch was."""
+    """Undoes `merge`: (b, *rest) -> (..., *rest), sharded as the batch was."""
     if len(self.sizes) == 1:
       return x
     shape = (*self.sizes, *x.shape[1:])

@@ -78,8 +78,10 @@ def in_shard_map(x: Array) -> bool:
   return AxisType.Manual in jax.typeof(x).sharding.mesh.axis_types
 
 
-def is_one_devices(x: Array) -> bool:
-  """Tells whether all of an array lies on one device, where it is traced."""
+def is_whole(x: Array) -> bool:
+  """Tells whether one device has all of an array, where it is traced."""
+  if jax.device_count() == 1:
+    return True
   mesh = jax.typeof(x).sharding.mesh
   kinds = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
   return in_shard_map(x) and all(

@@ -58,6 +58,6 @@ def dispatches(
 
 
 def dispatch_ends(config: TrainConfig, step: int) -> list[int]:
-  """Lists the steps at which dispatches end, up to one of them."""
+  """Lists the ends of the dispatches that the first `step` steps are cut in."""
   size = config.steps_per_dispatch
   return [min(end, step) for end in range(size, step + size, size)]

@@ -219,6 +219,14 @@ class ErrorsTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       attention.apply(config, params, x, cache=cache, **changes)
 
+  def test_what_is_no_config_and_no_sequence(self):
+    """Is said in one line."""
+    config, params, _ = setting('gqa')
+    with self.assertRaisesRegex(ValueError, 'config=4 must be an Attention'):
+      init_cache(4, B, 3)
+    with self.assertRaisesRegex(ValueError, 'inputs_k=None must be the other'):
+      keys_values(config, params, None)
+
   @parameterized.parameters(
     ({}, 'capacity=None and window=None: give one of the two'),
     ({'capacity': 3, 'window': 3}, 'capacity=3 and window=3: give one'),

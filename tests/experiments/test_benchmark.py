@@ -209,3 +209,14 @@ class TimingTest(parameterized.TestCase):
       path = pathlib.Path(folder) / 'figure.png'
       speed.benchmark(cases, path)
       self.assertStartsWith(path.read_bytes(), b'\x89PNG\r\n')
+
+
+def fail_to_prepare():
+  raise KeyError('no such array')
+
+
+class FailureTest(parameterized.TestCase):
+  def test_it_is_raised_here(self):
+    """It does not pass for a process that ran out of memory."""
+    with self.assertRaisesRegex(KeyError, 'no such array'):
+      timing.peak_bytes(fail_to_prepare, ())

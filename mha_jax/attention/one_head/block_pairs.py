@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from mha_jax.attention.axes import Blocks
+from mha_jax.attention.devices import default_device
 from mha_jax.attention.masks import Mask
 from mha_jax.attention.notation import Array, Bool
 from mha_jax.attention.pytrees import pytree
-from mha_jax.attention.sharded_rows import is_one_devices
+from mha_jax.attention.sharded_rows import is_whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +65,9 @@ def fits_better_alone(t: int, v: Array) -> bool:
   more at a time is faster. A loop over rows that lie on several devices would
   bring them together, but within `jax.shard_map` each device has its own.
   """
-  if t < 128 or jax.default_backend() != 'cpu':
+  if t < 128 or default_device().platform != 'cpu':
     return False
-  return is_one_devices(v) or jax.device_count() == 1
+  return is_whole(v)
 
 
 def touches(

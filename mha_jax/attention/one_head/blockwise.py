@@ -102,8 +102,15 @@ def attend(
       gradient.
     TypeError: forward-mode differentiation (`jax.jvp`).
   """
-  qs, ks, v, scores = exact.checked_head(q, k, v, **options)
-  return of_head(qs, ks, v, scores, sizes=sizes).as_asked()
+  qs, ks, v_SV, scores = exact.checked_head(q, k, v, **options)
+  if scores.return_weights:
+    raise ValueError(
+      'return_weights=True: blocks never have the weights as a whole; use '
+      'exact.attend'
+    )
+  if 0 in (qs[0].shape[0], v_SV.shape[0]):  # there are no blocks
+    return exact.of_head(qs, ks, v_SV, scores).as_asked()
+  return of_head(qs, ks, v_SV, scores, sizes=sizes).as_asked()
 
 
 def of_head(

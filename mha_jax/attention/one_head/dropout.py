@@ -66,8 +66,6 @@ class Dropout:
 
   def apply(self, weights: Array, queries: Axis, keys: Axis) -> Array:
     """Drops from the weights (t, s) of one head."""
-    if self.rate == 0:
-      return weights
     kept = self.keep(queries, keys)
     return jnp.where(kept, weights / (1 - self.rate), 0)
 

@@ -270,12 +270,12 @@ def products(
 
 
 def bounded(
-  products: Float[Array, 't s'],
+  sums: Float[Array, 't s'],
   scale: float | Array,
   logit_softcap: float | None,
 ) -> Float[Array, 't s']:
-  """softcap(scale products)."""
-  scaled = products * jnp.asarray(scale, products.dtype)
+  """softcap(scale q k^T) of the products' sums q k^T."""
+  scaled = sums * jnp.asarray(scale, sums.dtype)
   if logit_softcap is None:
     return scaled
   return logit_softcap * jnp.tanh(scaled / logit_softcap)

@@ -10,7 +10,7 @@ the pairs are in use: 'half' pairs feature i with i + k/2 (GPT-NeoX, Llama in
 Hugging Face's form), 'interleaved' pairs 2 i with 2 i + 1 (the paper, GPT-J).
 They are the same up to a permutation of the weights, `layout_permutation`.
 A scaling changes the w_i for contexts longer than those trained on, see
-`rope_scaling`.
+`scaling`.
 
 Source: Su et al. 2021, RoFormer, section 3.4.2.
 """

@@ -58,7 +58,7 @@ class Project:
 
 
 class AttentionConfig:
-  """The shape of an attention: a frozen dataclass, a subclass a variant."""
+  """The base of all configs: each variant is a frozen dataclass of its own."""
 
   d_model: int
   num_heads: int
@@ -120,7 +120,16 @@ class AttentionConfig:
     raise NotImplementedError
 
   def expands(self, t: int, s: int) -> bool:
-    """Tells whether `attend` multiplies the entries of s tokens themselves."""
+    """Tells whether `attend` projects the entries before it attends.
+
+    Args:
+      t: queries.
+      s: tokens kept.
+
+    Returns:
+      True: NaN in the entry of an empty slot would spread, so that slots which
+      hold no token are set to zero.
+    """
     del t, s
     return False
 
@@ -148,3 +157,11 @@ class AttentionConfig:
     if not isinstance(self.rope, Rope):
       raise ValueError(f'rope={self.rope!r} must be a Rope, as Rope(), or None')
     checks.even(name, size)
+
+
+def check_config(config: Any) -> None:
+  """Raises a ValueError unless it is an `AttentionConfig`."""
+  if not isinstance(config, AttentionConfig):
+    raise ValueError(
+      f'config={config!r} must be an AttentionConfig, as GroupedConfig(...)'
+    )

@@ -14,14 +14,13 @@ import dataclasses
 import functools
 
 from mha_jax.attention import checks
-from mha_jax.attention.notation import Array
+from mha_jax.attention.notation import Array, Parts
 from mha_jax.attention.positions.rope import Rope
 from mha_jax.attention.projections import Norm, Projection, Row, Table
 from mha_jax.attention.variants.config import (
   AttentionConfig,
   Heads,
   HeadsAttention,
-  Parts,
   Positions,
   Project,
 )

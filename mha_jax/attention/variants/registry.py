@@ -106,14 +106,17 @@ def build(kind: str, **options: Any) -> AttentionConfig:
   if unknown := sorted(set(given) - set(variant.options)):
     raise ValueError(
       f'{unknown[0]}={given[unknown[0]]!r} is no option of {kind!r}; its '
-      f'options are {", ".join(x for x in variant.options if x in options)}'
+      f'options are {", ".join(variant.options)}'
     )
-  settled = {name: given.get(x) for name, x in variant.equal.items()}
-  for name, value in {**settled, **variant.fixed}.items():
+  settled = {
+    name: (given.get(x), given.get(x, x)) for name, x in variant.equal.items()
+  }
+  settled |= {name: (value, value) for name, value in variant.fixed.items()}
+  for name, (value, shown) in settled.items():
     if given.get(name, value) != value:
       raise ValueError(
-        f'{name}={given[name]!r} must be {value} or None in {kind!r}; use '
-        "'gqa', GroupedQueryAttention"
+        f'{name}={given[name]!r} must be {shown} or None in {kind!r}'
+        f'{_others_with(name, variant)}'
       )
   for name, what in variant.required.items():
     if name not in given:
@@ -123,6 +126,16 @@ def build(kind: str, **options: Any) -> AttentionConfig:
     return _config(variant.config, **made)  # type: ignore[arg-type]
   except TypeError:  # something that cannot be hashed: refused by its name
     return variant.config(**made)
+
+
+def _others_with(name: str, variant: Variant) -> str:
+  """Names the variants of the same class that leave an option free."""
+  names = [
+    repr(other)
+    for other, x in VARIANTS.items()
+    if x.config is variant.config and name not in {**x.fixed, **x.equal}
+  ]
+  return f'; use {" or ".join(names)}' if names else ''
 
 
 @functools.lru_cache(maxsize=4096, typed=True)

@@ -10,22 +10,33 @@ import dataclasses
 import functools
 
 from mha_jax.attention import checks
+from mha_jax.attention.notation import Array, Parts
 from mha_jax.attention.positions.rope import Rope
 from mha_jax.attention.projections import Projection, Table
-from mha_jax.attention.variants import config
 from mha_jax.attention.variants.config import (
-  Array,
+  AttentionConfig,
   Heads,
   HeadsAttention,
-  Parts,
   Positions,
   Project,
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class TiedConfig(config.AttentionConfig):
-  """h heads over n states of head_dim features; rope None: no rotation."""
+class TiedConfig(AttentionConfig):
+  """The shape of a grouped-tied attention.
+
+  Args:
+    d_model: width of the input.
+    num_heads: query heads h.
+    num_kv_heads: states n, a divisor of h; each is a value and half of a key.
+    head_dim: features v of a state, an even number.
+    use_bias: whether projections add biases.
+    rope: turns the other half of a key; None: nothing is turned.
+
+  Raises:
+    ValueError: sizes do not fit.
+  """
 
   d_model: int
   num_heads: int
@@ -46,10 +57,12 @@ class TiedConfig(config.AttentionConfig):
 
   @property
   def entry_shapes(self) -> tuple[tuple[int, int], ...]:
+    """States (n, v) and the shared half of the keys (1, v / 2)."""
     return (self.num_kv_heads, self.head_dim), (1, self.head_dim // 2)
 
   @functools.cached_property
   def table(self) -> Table:
+    """The projections, all of them einsum strings."""
     d, h, n, v = self.d_model, self.num_heads, self.num_kv_heads, self.head_dim
     sizes = {'d': d, 'h': h, 'n': n, 'k': v // 2, 'p': v // 2, 'v': v}
     specs = {'query': 'btd,dhk->bhtk', 'query_rope': 'btd,dhp->bhtp'}
@@ -58,11 +71,13 @@ class TiedConfig(config.AttentionConfig):
     return {x: Projection(y, sizes, self.use_bias) for x, y in specs.items()}
 
   def queries(self, project: Project, x: Array, positions: Positions) -> Parts:
+    """Two halves, of which the second is rotated."""
     return project('query', x), self.rotate(project('query_rope', x), positions)
 
   def entries(
     self, project: Project, y: Array, z: Array, positions: Positions
   ) -> Parts:
+    """The states, and the rotated half of the keys."""
     return project('value', y), self.rotate(
       project('key_rope', y)[:, None], positions
     )
@@ -70,5 +85,6 @@ class TiedConfig(config.AttentionConfig):
   def attend(
     self, project: Project, q: Parts, entries: Parts, attention: HeadsAttention
   ) -> Heads:
+    """Keys are half of the states beside the half that all heads share."""
     v, u = entries
     return attention(q, (v[..., : self.head_dim // 2], u), v)

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from unittest import mock
 
 import chex
 import jax
@@ -264,6 +265,32 @@ class ExactTest(oracles.X64TestCase):
       for attend in (exact.attend, blockwise.attend)
     )
     assert_close(got, wanted)
+
+  def test_weights_are_refused(self):
+    """And the message names what has them."""
+    q, k, v = normal(0, T, K), normal(1, S, K), normal(2, S, V)
+    with self.assertRaisesRegex(ValueError, 'return_weights=True: .* exact'):
+      blockwise.attend(q, k, v, return_weights=True)
+
+  @parameterized.parameters((0, S), (T, 0), (0, 0))
+  def test_nothing_to_attend(self, t, s):
+    """Zeros, as the exact form gives."""
+    q, k, v = normal(0, t, K), normal(1, s, K), normal(2, s, V)
+    got = blockwise.attend(q, k, v, return_residual=True)
+    wanted = exact.attend(q, k, v, return_residual=True)
+    for x, y in zip(got, wanted, strict=True):
+      np.testing.assert_array_equal(x, y)
+
+  def test_another_default_device(self):
+    """What is computed one by one is asked of the device that computes."""
+    v = jnp.zeros((1, 1, 2048, 8))
+    with mock.patch.object(block_pairs, 'default_device') as device:
+      for platform, wanted in (
+        ('cpu', jax.device_count() == 1),
+        ('gpu', False),
+      ):
+        device.return_value.platform = platform
+        self.assertEqual(block_pairs.fits_better_alone(2048, v), wanted)
 
 
 class DerivativesTest(oracles.X64TestCase):

@@ -15,6 +15,7 @@ class RegistryTest(parameterized.TestCase):
   @parameterized.parameters(
     ('x', {}, r"attention='x' must be in \('mha', 'gqa', 'mqa', 'mla'"),
     ('mha', {'kv_lora_rank': 3}, "kv_lora_rank=3 is no option of 'mha'; its"),
+    ('gqa', {'head_dimm': 3}, "no option of 'gqa'; .* head_dim, v_head_dim"),
     ('mla', {'num_kv_heads': 3}, "num_kv_heads=3 is no option of 'mla'"),
     ('mla', {'head_dim': 3}, "head_dim=3 is no option of 'mla'.*qk_nope_h"),
     ('mha', {'num_kv_heads': 1}, "num_kv_heads=1 must be 3 or None in 'mha'"),
@@ -28,3 +29,10 @@ class RegistryTest(parameterized.TestCase):
     options = {'d_model': D, **EXAMPLES.get(kind, {}), **changes}
     with self.assertRaisesRegex(ValueError, message):
       build(kind, **options)
+
+  def test_what_settles_it_is_named(self):
+    """Also where its value is not given; and the variant that is free."""
+    with self.assertRaisesRegex(
+      ValueError, "num_kv_heads=4 must be num_heads or None in 'mha'; use 'gqa'"
+    ):
+      build('mha', num_kv_heads=4)
