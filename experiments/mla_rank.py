@@ -171,15 +171,15 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
     if row['status'] == 'finished':
       models.setdefault((row['variant'], row['rotary']), []).append(row)
   best = {
-    name: statistics.best_rate(own, lambda row: _bits(row))
-    for name, own in models.items()
+    name: statistics.best_rate(own, _bits) for name, own in models.items()
   }
   lines = []
   for (_, rotary), one in best.items():
     mha = best.get(('MHA', rotary))
     if mha is None:
       continue
-    row, worst = one.row, max(_bits_before(one.row), _bits_before(mha.row))
+    row = dict(one.row)
+    worst = max(_bits_before(x) for x in (one.row, mha.row))
     names = ('variant', 'rotary', 'rank', 'params', 'cache_elements')
     line = {name: row[name] for name in names} | {'seeds': len(row['seeds'])}
     line['cache_share'] = row['cache_elements'] / mha.row['cache_elements']
@@ -199,12 +199,12 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
   return lines
 
 
-def _bits(row: Row) -> list[float]:
+def _bits(row: Mapping[str, Any]) -> list[float]:
   """Validation losses in bits per token, by seed; inf: diverged."""
   return [x / math.log(2) for x in head_counts.final_losses(row)]
 
 
-def _bits_before(row: Row) -> float:
+def _bits_before(row: Mapping[str, Any]) -> float:
   """Bits per token before training, which a seed that diverged counts as."""
   return max(statistics.number(x[0]) for x in row['loss']) / math.log(2)
 

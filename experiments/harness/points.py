@@ -15,7 +15,7 @@ import json
 import math
 import pathlib
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -154,8 +154,8 @@ def train_points(
   settings.announce(point.experiment for point in points)
   with folders.kept(workdir, asked), stop_on_signal() as request:
     done = {str(row['key']): row for row in record.read_jsonl(path, *ROW)}
-    missing = [x for x in points if not _is_finished(done.get(x.key), x)]
-    for group in _groups(missing):
+    missing = {x.key: x for x in points if not _is_finished(done.get(x.key), x)}
+    for group in _groups(missing.values()):
       rows = measure(group, request)
       if rows:
         done |= {str(row['key']): row for row in rows}
@@ -170,7 +170,7 @@ def train_points(
   return rows, request.signal
 
 
-def _groups(points: Sequence[Point]) -> list[list[Point]]:
+def _groups(points: Iterable[Point]) -> list[list[Point]]:
   """The points that train at once: those that differ in the rate alone."""
   groups: dict[Any, list[Point]] = {}
   for point in points:
@@ -222,7 +222,9 @@ def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:
 def measure(group: Sequence[Point], request: StopRequest) -> list[Row]:
   """Trains a group; a failure comes back as rows that say so.
 
-  None come back where a stop was requested before the end.
+  Returns:
+    A row for each point; an empty list where a stop was requested before the
+    end.
   """
   heads = [
     {

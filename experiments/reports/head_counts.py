@@ -96,7 +96,7 @@ def table(summaries: Sequence[Summary], threshold: float) -> Table:
     'lr',
     f'steps to\nloss < {threshold:g}',
   )
-  result = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), caption=CAPTION)
+  result = Table(box=box.SIMPLE_HEAD, padding=0, caption=CAPTION)
   for name in columns:
     result.add_column(name, justify='right')
   for line in (x.line for x in summaries):

@@ -6,6 +6,7 @@ rate and seed. Nothing is recorded: a training that is stopped is lost.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,7 +61,7 @@ def train_grid(
     What became of them; None where a stop was requested.
   """
   config = experiment.train
-  keys = jax.vmap(jax.random.key)(jnp.asarray(seeds))
+  keys = jnp.stack([jax.random.key(seed) for seed in seeds])
   rates = jnp.asarray(learning_rates, jnp.float32)
   state = _init(experiment, keys, rates)
   history: list[dict[str, np.ndarray]] = []
@@ -76,7 +77,7 @@ def train_grid(
       step, state = dispatch.end, dispatch.state
       history.append(jax.device_get(dispatch.metrics))
       latest = {x: history[-1][x] for x in ('loss', 'accuracy')}
-      bar.update(step, {k: float(np.nanmedian(x)) for k, x in latest.items()})
+      bar.update(step, {k: _median(x) for k, x in latest.items()})
   if step < config.steps:
     return None
   final = _evaluate(experiment, keys, state.params)
@@ -86,6 +87,12 @@ def train_grid(
     for name in history[0]
   }
   return Outcome(state.params, curves, final, bar.steps_per_second)
+
+
+def _median(x: np.ndarray) -> float:
+  """Of what is finite; nan where nothing is."""
+  finite = x[np.isfinite(x)]
+  return float(np.median(finite)) if finite.size else math.nan
 
 
 @functools.partial(jax.jit, static_argnums=0)

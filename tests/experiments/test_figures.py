@@ -22,6 +22,7 @@ def row(n_heads: int, ends) -> dict:
   return {
     'n_heads': n_heads,
     'head_dim': 64 // n_heads,
+    'learning_rate': 0.01,
     'params': 1,
     'seeds': list(range(len(ends))),
     'final_loss': [loss[-1] for loss in losses],
@@ -43,7 +44,8 @@ class SweepHeadsTest(parameterized.TestCase):
   def draw(self, *points):
     """Draws 1, 2, 4, ... heads; the figure's two axes."""
     rows = [row(2**i, ends) for i, ends in enumerate(points)]
-    summaries = [head_counts.summarise(x, 0.05) for x in rows]
+    summaries = [head_counts.summarise([x], 0.05) for x in rows]
+    curve = sweeps.Curve('', '', summaries)
     drawn = []
 
     def savefig(figure, *args, **kwargs):
@@ -52,7 +54,7 @@ class SweepHeadsTest(parameterized.TestCase):
 
     save = Figure.savefig
     with mock.patch.object(Figure, 'savefig', savefig):
-      sweeps.sweep_heads(rows, summaries, 0.05, 'a task', self.path)
+      sweeps.sweep_heads(curve, 0.05, 'a task', self.path)
     self.figure = drawn[0]
     return rows, summaries, *self.figure.axes
 
@@ -88,7 +90,7 @@ class SweepHeadsTest(parameterized.TestCase):
     """A curve a head count: the median, in a band from least to greatest."""
     rows, _, curves, _ = self.draw(FAST, SLOW, NEVER)
     legend = [text.get_text() for text in curves.get_legend().get_texts()]
-    self.assertEqual(legend, ['1', '2', '4'])
+    self.assertEqual(legend, [f'{h} (rate 0.01)' for h in (1, 2, 4)])
     lines = [x for x in curves.get_lines() if len(x.get_xdata()) == STEPS]
     for x, line, band in zip(rows, lines, curves.collections, strict=True):
       np.testing.assert_array_equal(line.get_xdata(), np.arange(1, STEPS + 1))
@@ -103,19 +105,33 @@ class SweepHeadsTest(parameterized.TestCase):
     np.testing.assert_array_equal(lines['o'].get_xdata(), [1, 2])
     np.testing.assert_array_equal(
       lines['o'].get_ydata(),
-      [x['steps_to_threshold_median'] for x in summaries[:2]],
+      [x.line['steps_to_threshold_median'] for x in summaries[:2]],
     )
     np.testing.assert_array_equal(lines['^'].get_xdata(), [4, 8])
     np.testing.assert_array_equal(lines['^'].get_ydata(), [STEPS, STEPS])
-    self.assertIn(
-      f'{STEPS} steps', speed.get_legend().get_texts()[0].get_text()
-    )
+    legend = [text.get_text() for text in speed.get_legend().get_texts()]
+    self.assertEqual(legend, ['rate 0.01', 'a seed never gets there'])
 
   def test_no_triangle_unless_needed(self):
-    """All reached: no marker, no legend."""
+    """All reached: no triangle, also in the legend."""
     _, _, _, speed = self.draw(FAST, SLOW)
     self.assertNotIn('^', [line.get_marker() for line in speed.get_lines()])
-    self.assertIsNone(speed.get_legend())
+    legend = [text.get_text() for text in speed.get_legend().get_texts()]
+    self.assertEqual(legend, ['rate 0.01'])
+
+  def test_a_marker_for_each_rate(self):
+    """The final loss and the speed each at its own best rate."""
+    slow, fast = row(1, SLOW), row(1, FAST) | {'learning_rate': 0.1}
+    slow['final_loss'] = [0.001, 0.001]  # better in the end, and slower
+    summary = head_counts.summarise([slow, fast], 0.05)
+    curve = sweeps.Curve('', '', [summary])
+    axes = Figure().subplots(1, 2)
+    for one, name, marker in zip(
+      axes, ('final_loss', 'steps_to_threshold'), 'os', strict=True
+    ):
+      sweeps._median_and_range(one, curve, name, 'C0')
+      drawn = {x.get_marker() for x in one.get_lines() if len(x.get_xdata())}
+      self.assertEqual(drawn & {'o', 's'}, {marker})
 
   def test_no_room(self):
     """The file is named."""

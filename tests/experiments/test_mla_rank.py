@@ -10,6 +10,7 @@ from unittest import mock
 import numpy as np
 import scripts
 from absl.testing import parameterized
+from scipy import stats
 
 from configs import mla_rank as mla_config
 from experiments import mla_rank
@@ -39,6 +40,7 @@ class MlaRankTest(parameterized.TestCase):
       f'--workdir={self.workdir}',
       '--ranks=2,16',
       '--seeds=3',
+      '--learning_rates=0.003',
       *more,
     )
 
@@ -74,11 +76,10 @@ class MlaRankTest(parameterized.TestCase):
       result = self.call()
     self.assertEqual(result.code, 0, result)
     self.assertIn('r + p < 4; at r = 2 it is 0.0625 of it', result.out)
-    self.assertIn('+0.500 (+0.500 to +0.750) bits', result.out)
-    self.assertIn('within 1 bit.', result.out)
-    self.assertIn('within 1 bits in every seed: r = 2.', result.out)
-    self.assertIn('within 0.1 bits in every seed: r = 16.', result.out)
-    self.assertIn('within 0.02 bits in every seed: no rank.', result.out)
+    self.assertIn('+0.583 (+0.003 to +1.164) bits', result.out)
+    self.assertIn('which is not within 1 bit.', result.out)
+    self.assertIn('Smallest within 1 bits: r = 16.', result.out)
+    self.assertIn('Smallest within 0.1 bits: no rank.', result.out)
     text = (self.workdir / 'results.csv').read_text()
     lines = list(csv.DictReader(text.splitlines()))
     self.assertEqual(
@@ -94,6 +95,10 @@ class MlaRankTest(parameterized.TestCase):
     last = lines[-1]
     found = [float(last[f'difference_{x}']) for x in ('median', 'min', 'max')]
     np.testing.assert_allclose(found, [0.05, 0.05, 0.075], rtol=1e-6)
+    each = [0.05, 0.05, 0.075]
+    interval = stats.t.interval(0.98, 2, np.mean(each), stats.sem(each))
+    found = [float(last[f'difference_{x}']) for x in ('low', 'high')]
+    np.testing.assert_allclose(found, interval, rtol=1e-5)
     self.assertAlmostEqual(float(last['bits_median']), 20.05)
     self.assertAlmostEqual(float(last['perplexity']) / 2**20.05, 1)
     png = (self.workdir / 'mla_rank.png').read_bytes()
@@ -122,19 +127,49 @@ class MlaRankTest(parameterized.TestCase):
     self.assertIn('RoPE, p = 2', result.out)
     self.assertNotIn('+1', result.out)
 
+  def test_best_rate_and_a_seed_that_diverged(self):
+    """Each model at its own best; a diverged seed counts as untrained."""
+
+    def losses(labels):
+      rate, name = labels['learning_rate'], labels['variant']
+      if name == 'MHA':
+        return [2.0 - rate, 2.1 - rate, 2.2 - rate]
+      if name == 'MQA':
+        return [None, 2.3, 2.4] if rate == 0.1 else [4.0, 4.0, 4.0]
+      return [3.0 + rate, 3.1 + rate, 3.2 + rate]
+
+    with self.stub(losses):
+      result = self.call('--learning_rates=0.1,0.01,0.001')
+    self.assertEqual(result.code, 0, result)
+    text = (self.workdir / 'results.csv').read_text()
+    lines = {x['variant']: x for x in csv.DictReader(text.splitlines())}
+    rates = {name: float(x['learning_rate']) for name, x in lines.items()}
+    self.assertEqual(rates['MHA'], 0.1)
+    self.assertEqual(rates['MQA'], 0.1)
+    self.assertEqual(rates['MLA r=2'], 0.001)
+    self.assertAlmostEqual(
+      float(lines['MQA']['difference_mean']), (40 - 1.9 + 0.3 + 0.3) / 3, 5
+    )
+    self.assertIn('Not told apart from MHA: MQA.', result.out)
+    self.assertRegex(
+      result.out,
+      'For MHA, MQA the best is 0.1, the highest rate tried: add 0.3',
+    )
+    self.assertRegex(result.out, 'MLA r=16 the best is 0.001, the lowest')
+
   def test_trains(self):
     """One model, for real; a failure of another leaves it standing."""
-    train = points.train_point
+    train = points.train_group
 
-    def some(point, request):
-      if point.labels['variant'] == 'MQA':
-        return train(point, request)
+    def some(group, request):
+      if group[0].labels['variant'] == 'MQA':
+        return train(group, request)
       raise RuntimeError('out of luck')
 
-    with mock.patch.object(points, 'train_point', some):
+    with mock.patch.object(points, 'train_group', some):
       result = self.call()
     self.assertEqual(result.code, 1)
-    self.assertIn('MHA, p=0 failed: RuntimeError: out of luck', result.out)
+    self.assertIn('MHA, p=0 at 0.003 failed: RuntimeError: out of', result.out)
 
   def test_models_that_do_not_fit_are_left_out(self):
     """5 heads have no half, and heads of 3 no pairs for RoPE."""

@@ -313,7 +313,9 @@ class GoingOnTest(SweepTestCase):
     with training(fail):
       result = call(workdir)
     self.assertEqual(result.code, 1)
-    self.assertIn('n_heads=1 at 0.003 failed: RuntimeError: out of luck\n', result.out)
+    self.assertIn(
+      'n_heads=1 at 0.003 failed: RuntimeError: out of luck\n', result.out
+    )
     failed, kept = read(workdir)
     self.assertEqual(kept, self.rows[1])
     self.assertEqual(failed['status'], 'failed')
@@ -412,9 +414,7 @@ class RatesTest(SweepTestCase):
       own = [x for x in rows if str(x['n_heads']) == line['n_heads']]
       best = min(own, key=lambda row: np.median(row['final_loss']))
       self.assertEqual(float(line['learning_rate']), self.rate(best))
-      self.assertEqual(
-        float(line['optimizer.learning_rate']), self.rate(best)
-      )
+      self.assertEqual(float(line['optimizer.learning_rate']), self.rate(best))
       self.assertEqual(line['learning_rates'], '0.003 0.01 0.1')
     self.assertIn('Learning rates tried: 0.003, 0.01, 0.1.', result.out)
 
@@ -459,9 +459,7 @@ class DispatchTest(FolderTestCase):
       del experiment, keys, rates
       sizes.append(num_steps)
       first = sum(sizes) - num_steps
-      losses = np.stack(
-        [[np.arange(first, sum(sizes)) + i for i in (1, 100)]]
-      )
+      losses = np.stack([[np.arange(first, sum(sizes)) + i for i in (1, 100)]])
       return state, {'loss': losses, 'accuracy': losses}
 
     state = train.TrainState(jnp.zeros(()), jnp.zeros((3,)), ())

@@ -55,6 +55,16 @@ class GridTest(parameterized.TestCase):
     np.testing.assert_array_equal(losses[0, :, 0], losses[1, :, 0])
     self.assertTrue(np.all(losses[0, :, 1:] != losses[1, :, 1:]))
 
+  def test_the_greatest_seed(self):
+    """A key takes it, and so does a grid."""
+    found = train_grid((0.01,), (2**32 - 1, 7))
+    self.assertEqual(found.final['eval_loss'].shape, (1, 2))
+
+  def test_all_diverge(self):
+    """No error, and no warning of a median of nothing."""
+    found = train_grid((math.inf,))
+    self.assertFalse(np.any(np.isfinite(found.history['loss'][..., 1:])))
+
   def test_one_that_diverges(self):
     """It is told by its losses, and leaves the others as they are."""
     together = train_grid((math.inf, 0.01))

@@ -101,13 +101,14 @@ class PointTest(parameterized.TestCase):
     self.assertEqual(point.key, before)
 
   def test_memory(self):
-    """All seeds train at once."""
-    large = experiment(d_model=4096)
-    points.Point(large, (0,), 'a', {})
-    with self.assertRaisesRegex(
-      ValueError, r'--config: .* of 1000 seeds keeps'
-    ):
-      points.Point(large, tuple(range(1000)), 'a', {})
+    """All seeds and rates train at once."""
+    large, rates = experiment(d_model=4096), (0.1, 0.01)
+    with mock.patch.object(points, 'learning_rates', return_value=rates):
+      points.points_of(large, (0,), 'a', {})
+      with self.assertRaisesRegex(
+        ValueError, r'--config: .* of 2000 trainings at once keeps'
+      ):
+        points.points_of(large, tuple(range(1000)), 'a', {})
 
   def test_seeds(self):
     self.assertEqual(settings.seeds_from('--seeds', 3, 2), (3, 4))

@@ -1,29 +1,30 @@
 """What a sweep shows, in numbers and words."""
 
+import dataclasses
 import io
 import math
 
 from absl.testing import parameterized
 from rich.console import Console
 
-from experiments.reports import head_counts
+from experiments.reports import head_counts, statistics
 
 NEVER = math.inf
 
 
 def summary(n_heads: int, steps, losses) -> head_counts.Summary:
-  """A summary from (least, greatest) steps and final losses."""
-  found = {'n_heads': n_heads, 'head_dim': 64 // n_heads, 'params': 12345}
-  found |= {'seeds': 3, 'steps_per_s': 10.0}
-  for name, (low, high) in (
-    ('steps_to_threshold', steps),
-    ('final_loss', losses),
-    ('final_accuracy', (0.5, 0.75)),
-  ):
-    middle = high if math.isinf(high) else (low + high) / 2
-    found |= {f'{name}_min': low, f'{name}_max': high}
-    found[f'{name}_median'] = middle
-  return found
+  """A summary of three seeds from the ends of their steps and final losses."""
+  found = []
+  line = {'n_heads': n_heads, 'head_dim': 64 // n_heads, 'params': 12345}
+  line |= {'seeds': 3, 'steps': 100, 'learning_rates': '0.01 0.1'}
+  for name, ends in (('final_loss', losses), ('steps_to_threshold', steps)):
+    low, high = ends
+    values = (low, high if math.isinf(high) else (low + high) / 2, high)
+    line |= statistics.spread(name, values)
+    found.append(statistics.Best({'learning_rate': 0.01}, values, ''))
+  line |= statistics.spread('final_accuracy', (0.5, 0.75))
+  line |= {'learning_rate': 0.01, 'speed_learning_rate': 0.1}
+  return head_counts.Summary(n_heads, *found, 3.5, line)
 
 
 def sweep(*points) -> list[head_counts.Summary]:
@@ -31,8 +32,9 @@ def sweep(*points) -> list[head_counts.Summary]:
   return [summary(2**i, *point) for i, point in enumerate(points)]
 
 
-LOW, MIDDLE, HIGH = (10, 20), (30, 40), (50, 60)
-SOLVED, UNSOLVED, BAD = (0.001, 0.002), (0.2, 0.3), (0.8, 0.9)
+# Of three seeds: a pair of ends that differ by 2 is told from one 20 away.
+LOW, MIDDLE, HIGH = (10, 12), (30, 32), (50, 52)
+SOLVED, UNSOLVED, BAD = (0.001, 0.002), (0.2, 0.21), (0.8, 0.81)
 
 
 class NumbersTest(parameterized.TestCase):
@@ -41,38 +43,51 @@ class NumbersTest(parameterized.TestCase):
     ([0.4, 2.0], 1.0),
     ([2.0, 1.0, 0.499], 3.0),
     ([2.0, 1.0, 0.5], NEVER),
-    ([math.nan, 0.1], 2.0),
+    ([None, 0.1], 2.0),
   )
   def test_steps_to(self, losses, wanted):
     """The first step below the threshold, counted from 1."""
     self.assertEqual(head_counts.steps_to(losses, 0.5), wanted)
 
   def test_summarise(self):
-    """Median, least and greatest over seeds; of four the middle of two."""
+    """Each number at its own best rate; of four seeds the middle of two."""
     row = {
       'n_heads': 2,
       'head_dim': 32,
       'params': 99,
+      'learning_rate': 0.1,
       'seeds': [0, 1, 2, 3],
       'final_loss': [0.4, 0.1, 0.2, 0.3],
       'final_accuracy': [0.5, 0.9, 0.8, 0.7],
       'steps_per_s': 7.0,
-      'loss': [[3, 2, 1], [1, 1, 1], [3, 1, 1], [3, 3, 3]],
+      'loss': [[3, 2, 1.5], [1, 1, 1], [3, 1, 1], [3, 3, 3]],
     }
+    fast = row | {
+      'learning_rate': 0.3,
+      'final_loss': [0.01, None, None, None],
+      'loss': [[3, 2, 1], [1, 1, 1], [3, 1, 1], [3, None, None]],
+    }
+    got = head_counts.summarise([row, fast], 1.5)
+    self.assertEqual(got.worst, 3)
+    self.assertEqual(got.final.values, (0.4, 0.1, 0.2, 0.3))
+    self.assertEqual(got.speed.values, (3, 1, 2, NEVER))
     self.assertEqual(
-      head_counts.summarise(row, 1.5),
+      got.line,
       {
         'n_heads': 2,
         'head_dim': 32,
         'params': 99,
         'seeds': 4,
         'steps': 3,
+        'learning_rates': '0.1 0.3',
+        'learning_rate': 0.1,
         'final_loss_median': 0.25,
         'final_loss_min': 0.1,
         'final_loss_max': 0.4,
         'final_accuracy_median': 0.75,
         'final_accuracy_min': 0.5,
         'final_accuracy_max': 0.9,
+        'speed_learning_rate': 0.3,
         'steps_to_threshold_median': 2.5,
         'steps_to_threshold_min': 1.0,
         'steps_to_threshold_max': NEVER,
@@ -82,37 +97,46 @@ class NumbersTest(parameterized.TestCase):
 
 
 class TableTest(parameterized.TestCase):
-  def draw(self, summaries, failed=()) -> str:
+  def draw(self, summaries) -> str:
     out = io.StringIO()
     console = Console(file=out, width=80)
-    console.print(head_counts.table(summaries, failed, 0.05))
+    console.print(head_counts.table(summaries, 0.05))
     return out.getvalue()
 
   def test_cells(self):
-    """A median with its range below, the words never and failed."""
-    text = self.draw(
-      sweep((LOW, SOLVED), ((30, NEVER), BAD)),
-      [{'n_heads': 8, 'head_dim': 8}],
-    )
+    """A median with its range below, the rates, and the word never."""
+    text = self.draw(sweep((LOW, SOLVED), ((30, NEVER), BAD)))
     lines = text.splitlines()
     self.assertLessEqual(max(map(len, lines)), 80)
     (one,) = [i for i, x in enumerate(lines) if x.split()[:2] == ['1', '64']]
     self.assertEqual(
-      lines[one].split(), ['1', '64', '12,345', '0.0015', '0.62', '15', '10.0']
+      lines[one].split(),
+      ['1', '64', '12,345', '0.01', '0.0015', '0.62', '0.1', '11'],
     )
     self.assertEqual(
-      lines[one + 1].split(), ['(0.0010-0.0020)', '(0.50-0.75)', '(10-20)']
+      lines[one + 1].split(), ['(0.0010-0.0020)', '(0.50-0.75)', '(10-12)']
     )
     self.assertIn('never', text)
     self.assertIn('(30-never)', text)
-    self.assertRegex(text, r'\n +8 +8 +failed')
     self.assertIn('loss < 0.05', text)
 
-  def test_no_speed(self):
-    """Too short a run has none."""
-    summaries = sweep((LOW, SOLVED))
-    summaries[0]['steps_per_s'] = None
-    self.assertIn(' - ', self.draw(summaries))
+
+class RatesTest(parameterized.TestCase):
+  def test_whose_best_is_at_an_end(self):
+    """Named once for each end; nobody else's."""
+    found = sweep((LOW, SOLVED), (LOW, SOLVED), (LOW, SOLVED))
+    best = [dataclasses.replace(x.final, advice='the best is X') for x in found]
+    found[0] = dataclasses.replace(found[0], final=best[0], speed=best[0])
+    found[2] = dataclasses.replace(found[2], final=best[2])
+    self.assertEqual(
+      head_counts.rates(found),
+      'Learning rates tried: 0.01, 0.1. By final loss, for n_heads=1,4 the '
+      'best is X. By speed, for n_heads=1 the best is X.',
+    )
+    self.assertEqual(
+      head_counts.rates(sweep((LOW, SOLVED))),
+      'Learning rates tried: 0.01, 0.1.',
+    )
 
 
 class VerdictTest(parameterized.TestCase):
@@ -121,7 +145,7 @@ class VerdictTest(parameterized.TestCase):
     ('help', (HIGH, MIDDLE, LOW), 'help in speed'),
     ('plateau', (LOW, LOW, LOW), 'plateau in speed'),
     ('overlap', (LOW, (12, 22), (15, 30)), 'plateau in speed'),
-    ('touching', ((10, 20), (20, 30)), 'plateau in speed'),
+    ('uneven', ((10, 30), (30, 32)), 'plateau in speed'),
     ('help_plateau', (HIGH, LOW, LOW), 'help up to 2, then plateau in speed'),
     ('help_hurt', (MIDDLE, LOW, HIGH), 'help up to 2, then hurt in speed'),
     ('plateau_hurt', (LOW, LOW, HIGH), 'plateau up to 2, then hurt in speed'),
@@ -130,7 +154,7 @@ class VerdictTest(parameterized.TestCase):
     ('some_never', (LOW, (15, NEVER)), 'plateau in speed'),
   )
   def test_speed(self, steps, words):
-    """Fewer steps are better; ranges that overlap are alike."""
+    """Fewer steps are better; an interval around 0 is a plateau."""
     text = head_counts.verdict(sweep(*((s, SOLVED) for s in steps)), 0.05)
     self.assertStartsWith(text, f'More heads {words}')
     self.assertIn('plateau in the end', text)
@@ -160,10 +184,10 @@ class VerdictTest(parameterized.TestCase):
     )
     for part in (
       'steps to loss < 0.05',
-      '35 (30-40) with 1 head,',
-      '15 (10-20) with 2 heads',
+      '31 (30-32) with 1 head,',
+      '11 (10-12) with 2 heads',
       'never (70-never) with 4 heads',
-      '0.8500 (0.8000-0.9000) with 4 heads',
+      '0.8050 (0.8000-0.8100) with 4 heads',
     ):
       self.assertIn(part, text)
 
