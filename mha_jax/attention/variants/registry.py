@@ -131,7 +131,7 @@ def build(kind: str, **options: Any) -> AttentionConfig:
 def _others_with(name: str, variant: Variant) -> str:
   """Names the variants of the same class that leave an option free."""
   names = [
-    repr(other)
+    f'{other!r} ({x.config.__name__})'
     for other, x in VARIANTS.items()
     if x.config is variant.config and name not in {**x.fixed, **x.equal}
   ]
