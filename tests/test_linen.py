@@ -528,7 +528,7 @@ class ErrorsTest(parameterized.TestCase):
       'num_kv_heads=2',
       'num_heads=3; nearest: 1, 3',
     ),
-    ('mqa', {'num_kv_heads': 3}, 'num_kv_heads=3', 'GroupedQueryAttention'),
+    ('mqa', {'num_kv_heads': 3}, 'num_kv_heads=3', 'GroupedConfig'),
     ('gqa', {'num_kv_heads': None}, 'num_kv_heads=None', 'a divisor of num_h'),
     (
       'gqa',
