@@ -3,7 +3,7 @@
   python -m experiments.sweep_heads
   python -m experiments.sweep_heads --n_heads=1,2,4,8,16 --seeds=3
   python -m experiments.sweep_heads --config=configs/copy_task.py:tiny
-  python -m experiments.sweep_heads --study --seeds=5                 (an hour)
+  python -m experiments.sweep_heads --study --seeds=5   (an hour for each rate)
 
 The width d_model stays fixed, so h heads have d_model / h features each and
 the parameters stay the same; with --config.model.head_dim=16 heads keep their

@@ -38,7 +38,7 @@ SEEDS = flags.DEFINE_integer(
 )
 LEARNING_RATES = flags.DEFINE_list(
   'learning_rates',
-  ['0.001', '0.003', '0.01', '0.03'],
+  ['0.003', '0.01', '0.03', '0.1'],
   'peaks tried for each model, which is judged at its best',
 )
 EQUAL_PARAMS = flags.DEFINE_bool(

@@ -545,6 +545,6 @@ class DefaultsTest(parameterized.TestCase):
     self.assertEqual(sweep_heads.N_HEADS.default, ['1', '2', '4', '8', '16'])
     self.assertEqual(sweep_heads.SEEDS.default, 3)
     self.assertEqual(
-      points.LEARNING_RATES.default, ['0.001', '0.003', '0.01', '0.03']
+      points.LEARNING_RATES.default, ['0.003', '0.01', '0.03', '0.1']
     )
     self.assertEqual(sweep_heads.THRESHOLD.default, 0.05)
