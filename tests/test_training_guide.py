@@ -89,8 +89,8 @@ class GuideTest(parameterized.TestCase):
     with mock.patch.object(sweep_heads, 'main', return_value=0) as main:
       self.assertEqual(self.run_command(sweep).code, 0)
     (curve,) = main.call_args.args[0].sweeps
-    tasks = [point.experiment.task for point in curve.points]
-    self.assertEqual([task.length for task in tasks], [6, 6])
+    tasks = [x.experiment.task for points in curve.points for x in points]
+    self.assertEqual([task.length for task in tasks], [6] * 2 * 4)
     result = self.run_command(
       probe, '--batch_size=2', f'--workdir={self.folder}/heads'
     )

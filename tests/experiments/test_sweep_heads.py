@@ -180,6 +180,7 @@ class SweepTest(SweepTestCase):
     """The numbers of a seed are those of training it alone."""
     config = copy_task.get_config('tiny')
     config.model.num_heads = 4
+    config.optimizer.learning_rate = 0.003
     config.train.update(steps=STEPS)
     experiment = experiment_from(config)
     key = jax.random.key(4)

@@ -114,7 +114,7 @@ class CheckTest(parameterized.TestCase):
     needed = sum(memory.step_bytes(experiment).values())
     with mock.patch.object(memory, 'available_bytes', return_value=needed):
       memory.check(experiment)
-      with self.assertRaisesRegex(ValueError, 'a training step of 2 seeds'):
+      with self.assertRaisesRegex(ValueError, 'step of 2 trainings at once'):
         memory.check(experiment, copies=2)
     with (
       mock.patch.object(memory, 'available_bytes', return_value=needed - 1),

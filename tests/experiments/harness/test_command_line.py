@@ -16,6 +16,7 @@ import jax
 import scripts
 from absl.testing import parameterized
 
+from configs import base
 from experiments import benchmark, configure_heads, kv_cache, sweep_heads, train
 from experiments.harness import command_line, config_files
 from mha_jax.training.record import RecordError, RecordWarning
@@ -212,7 +213,7 @@ class ProcessesTest(parameterized.TestCase):
         '--workdir',
         'Fields of the config',
         'model.d_model=16',
-        'optimizer.learning_rate=0.003',
+        'optimizer.learning_rate=0.01',
         'task.min_length=None',
         'train.steps=40',
       )
@@ -387,6 +388,8 @@ class LoadConfigTest(parameterized.TestCase):
     )
     whole = config_files.load_config('configs/copy_task.py')
     whole.task.length = 3
+    usual = base.get_config()
+    whole.optimizer, whole.train = usual.optimizer, usual.train
     config = config_files.load_config(str(self.path))
     self.assertEqual(config.name, 'own')
     self.assertEqual(config.to_dict() | {'name': whole.name}, whole.to_dict())
@@ -523,7 +526,7 @@ class PipeTest(parameterized.TestCase):
     self.assertEqual(process.wait(timeout=300), 0)
     rows = (pathlib.Path(folder) / 'results.jsonl').read_text().splitlines()
     states = [json.loads(row)['status'] for row in rows]
-    self.assertEqual(states, ['finished', 'finished'])
+    self.assertEqual(states, ['finished'] * 2 * 4)  # at four rates
     self.assertContainsSubset(
       {'results.csv', 'sweep_heads.png'}, scripts.names(folder)
     )

@@ -17,12 +17,13 @@ from experiments import (
   prune_heads,
 )
 from experiments.harness import printing
-from experiments.reports import head_counts, model_costs
+from experiments.reports import head_counts, model_costs, statistics
 from mha_jax.analysis.configurator.demand import Demand
 from mha_jax.analysis.costs.hardware import hardware
 from mha_jax.analysis.costs.published import published
 
-SUMMARY = {'n_heads': 16, 'head_dim': 64, 'params': 12_345, 'steps_per_s': 10.0}
+SUMMARY = {'n_heads': 16, 'head_dim': 64, 'params': 12_345}
+SUMMARY |= {'learning_rate': 0.003, 'speed_learning_rate': 0.03}
 for name, numbers in (
   ('final_loss', (0.0015, 0.001, 0.002)),
   ('final_accuracy', (0.62, 0.5, 0.75)),
@@ -30,6 +31,11 @@ for name, numbers in (
 ):
   for part, number in zip(('median', 'min', 'max'), numbers, strict=True):
     SUMMARY[f'{name}_{part}'] = number
+
+
+def summary() -> head_counts.Summary:
+  best = statistics.Best({'learning_rate': 0.01}, (1.0,), '')
+  return head_counts.Summary(16, best, best, 3.5, SUMMARY)
 
 
 def shown(width: int, *parts) -> str:
@@ -52,8 +58,8 @@ def tables() -> dict:
   ratio = {'ratio': 12.34, 'ratio_low': 10.11, 'ratio_high': 14.25}
   line = {'variant': 'MHA, heads of 16', 'rotary': 4, 'params': 143_808}
   line |= {'cache_elements': 256, 'cache_share': 0.0625, 'bits_median': 3.136}
-  line |= {'difference_median': -0.0921, 'difference_min': -0.1234}
-  line |= {'difference_max': 0.0621, 'perplexity': 8.79}
+  line |= {'difference_mean': -0.0921, 'difference_low': -0.1234}
+  line |= {'difference_high': 0.0621, 'perplexity': 8.79, 'learning_rate': 0.1}
   pruned = {'heads': 128, 'heads_kept': 64, 'loss': 3.136, 'error': 1.5e-6}
   pruned |= {'loss_pruned': 5.123, 'params': 45_248, 'params_pruned': 28_864}
   pruned |= {'cache_bytes': 65_536, 'cache_bytes_pruned': 32_768} | ratio
@@ -66,7 +72,7 @@ def tables() -> dict:
   times |= {'ratio': 1.901, 'bound': 'weights'}
   speed = {'contender': 'a sum over the cache', 'seconds': 1.2345}
   return {
-    'sweep': head_counts.table([SUMMARY] * 2, [], 0.05),
+    'sweep': head_counts.table([summary()] * 2, 0.05),
     'mla_rank': mla_rank._table([line]),
     'probe': probe_heads._table([head], 'induction task, mha, 2 layers'),
     'curves': prune_heads._curve_table(curves),

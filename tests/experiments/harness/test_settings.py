@@ -44,8 +44,8 @@ class ExperimentTest(parameterized.TestCase):
       experiment.model,
       decoder_config(14, 9, num_heads=8, normalize_qk='rms'),
     )
-    self.assertEqual(experiment.optimizer, OptimizerConfig(b2=0.9))
-    self.assertEqual(experiment.train, TrainConfig(seed=5, steps=300))
+    self.assertEqual(experiment.optimizer, OptimizerConfig(0.01, b2=0.9))
+    self.assertEqual(experiment.train, TrainConfig(5, 150, 16, 25))
 
   @parameterized.parameters(
     ('task.length', 0, '--config.task: length=0 must be'),
