@@ -72,6 +72,11 @@ def parse() -> Settings:
         f'--config.model.{name} is what the experiment varies; use --ranks and '
         '--rotary'
       )
+  if config.model.get('layers') is not None:
+    raise ValueError(
+      '--config: model.layers sets the attention that the experiment varies; '
+      'leave it out'
+    )
   ranks = sorted(set(command_line.positive_ints('ranks', RANKS.value)))
   sizes = [int(x) if x.isdecimal() else -1 for x in ROTARY.value]
   if not sizes or any(p < 0 or p % 2 for p in sizes):

@@ -68,6 +68,7 @@ def parse() -> Settings:
     if run
     else trained.experiments(config, 1)[0]
   )
+  trained.check_even_heads(experiment)
   if experiment.task.max_len < 4:
     raise ValueError(
       f'task.length gives sequences of {experiment.task.max_len} tokens; a '

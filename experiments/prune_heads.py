@@ -67,8 +67,11 @@ def parse() -> Settings:
   config = flags.FLAGS.config
   checks.real('--share', SHARE.value, 0, 1)
   run = trained.run_folder('models')
-  if run is None:
-    trained.experiments(config, MODELS.value)
+  trained.check_even_heads(
+    settings.recorded_experiment(run)
+    if run
+    else trained.experiments(config, MODELS.value)[0]
+  )
   name = run.name if run else config.name
   workdir = folders.named(f'prune_heads-{name}')
   asked = folders.asked(config, run=run)

@@ -132,9 +132,16 @@ def _experiment(config: ConfigDict, num_heads: int) -> train.Experiment:
   config = config.copy_and_resolve_references()
   config.model.num_heads = num_heads
   try:
-    return settings.experiment_from(config)
+    found = settings.experiment_from(config)
   except ValueError as error:
     raise ValueError(f'--n_heads={num_heads}: {error}') from error
+  heads = [layer.num_heads for layer in found.model.layers]
+  if heads != [num_heads] * len(heads):
+    raise ValueError(
+      f'--n_heads={num_heads}: config.model.layers sets num_heads={heads}, '
+      'which the sweep varies; leave it out there'
+    )
+  return found
 
 
 def study(config: ConfigDict) -> tuple[Sweep, ...]:

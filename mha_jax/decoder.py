@@ -17,6 +17,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import mha_jax.linen as mha
@@ -76,6 +77,9 @@ class DecoderConfig:
 
   def __post_init__(self) -> None:
     checks.plain_fields(self)
+    checks.yes_or_no('use_bias', self.use_bias)
+    if self.learned_positions is not None:
+      checks.yes_or_no('learned_positions', self.learned_positions)
     for name in ('vocab_size', 'max_len'):
       checks.positive(name, getattr(self, name))
     given = self.attention
@@ -181,7 +185,7 @@ def decoder_config(
     ValueError: sizes do not fit, or an option is unknown.
   """
   checks.whole('num_layers', num_layers, 1, 10_000)
-  changes = [{}] if layers is None else [dict(x) for x in layers]
+  changes = [{}] if layers is None else _changes(layers)
   if layers is not None and len(changes) != num_layers:
     raise ValueError(
       f'layers of length {len(changes)} must have the changes of each of '
@@ -197,6 +201,24 @@ def decoder_config(
   learned = any(x.get('positions', positions) == 'learned' for x in changes)
   sizes = (vocab_size, max_len, attentions, num_layers, mlp_dim, learned)
   return DecoderConfig(*sizes, dropout_rate, use_bias, dtype)
+
+
+def _changes(layers: Any) -> list[dict[str, Any]]:
+  """The options of each layer that differ from the others', checked by kind."""
+  options = (*variants.option_types(), 'attention', 'positions', 'rope_theta')
+  known = set(options) - {'rope', 'd_model'}
+  each = layers if isinstance(layers, list | tuple) else [layers]
+  for changes in each:
+    if not isinstance(changes, Mapping):
+      raise ValueError(
+        f'layers={layers!r} must be a tuple of a dict of options for each layer'
+      )
+    if unknown := [x for x in changes if x not in known]:
+      raise ValueError(
+        f'layers: {unknown[0]!r} is no option of a layer, which are '
+        f'{", ".join(sorted(known))}'
+      )
+  return [{x: y for x, y in one.items() if y is not None} for one in each]
 
 
 def _attention(
@@ -430,6 +452,9 @@ def _checked(
   valid: ArrayLike | None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
   """Makes arrays of what a call is given; a ValueError if it does not fit."""
+  if isinstance(tokens, np.ndarray) and tokens.dtype.kind in 'iu':
+    # Before JAX makes them narrower.
+    checks.known_range('tokens', tokens, -(2**31), 2**31 - 1)
   tokens = jnp.asarray(tokens)
   if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
     raise ValueError(

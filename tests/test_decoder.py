@@ -447,9 +447,13 @@ class LayersTest(parameterized.TestCase):
   @parameterized.parameters(
     ({'layers': ({},)}, 'layers of length 1 .* num_layers=2'),
     ({'layers': ({'num_heads': 0}, {})}, 'num_heads=0 must be a positive'),
-    ({'layers': ({'heads': 2}, {})}, "heads=2 is no option of 'mha'"),
+    ({'layers': ({'heads': 2}, {})}, "layers: 'heads' is no option of a layer"),
+    ({'layers': ({'rope': None}, {})}, "layers: 'rope' is no option"),
+    ({'layers': ({1: 2}, {})}, 'layers: 1 is no option'),
+    ({'layers': ({}, None)}, 'must be a tuple of a dict of options'),
+    ({'layers': 5}, 'layers=5 must be a tuple of a dict'),
     ({'layers': ({'positions': 'x'}, {})}, "positions='x' must be in"),
-    ({'layers': ({'d_model': 6}, {})}, 'd_model=6'),
+    ({'layers': ({'d_model': 6}, {})}, "'d_model' is no option"),
     (
       {'layers': ({'attention': 'gqa', 'num_kv_heads': 2}, {})},
       'num_kv_heads=2 must divide num_heads=3',
@@ -658,3 +662,11 @@ class ErrorsTest(parameterized.TestCase):
     """A number past a table would be read as another one, or as NaN."""
     with self.assertRaisesRegex(ValueError, message):
       apply(CONFIG, init(CONFIG), tokens, **options)
+
+
+class WideTokensTest(parameterized.TestCase):
+  def test_are_not_cut(self):
+    """A token beyond int32 is refused, not taken for another."""
+    params = init(CONFIG)
+    with self.assertRaisesRegex(ValueError, 'tokens from 1099511627779'):
+      apply(CONFIG, params, np.array([[2**40 + 3]]))

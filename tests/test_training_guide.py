@@ -14,7 +14,7 @@ import scripts
 from absl.testing import parameterized
 
 import configs
-from experiments import probe_heads, sweep_heads, train
+from experiments import probe_heads, prune_heads, sweep_heads, train
 from mha_jax.training import loading
 from mha_jax.training import train as train_lib
 
@@ -106,6 +106,12 @@ class GuideTest(parameterized.TestCase):
     first, second = model.config.layers
     self.assertEqual((first.num_heads, second.num_heads), (4, 2))
     self.assertEqual(second.kv_lora_rank, 8)
+    for script in (probe_heads, prune_heads):
+      result = scripts.call(
+        script, f'--run={self.folder}/mixed', f'--workdir={self.folder}/x'
+      )
+      self.assertEqual((result.code, result.err.count('\n')), (2, 1), result)
+      self.assertIn('have num_heads=[4, 2]', result.err)
 
   def test_optimizers(self):
     """By name, with options, and one's own."""

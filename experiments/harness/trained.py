@@ -84,6 +84,16 @@ def load(workdir: pathlib.Path) -> Model:
   return Model(experiment, state.params, int(state.step))
 
 
+def check_even_heads(experiment: train.Experiment) -> None:
+  """Raises a ValueError unless all layers have equally many heads."""
+  heads = [layer.num_heads for layer in experiment.model.layers]
+  if len(set(heads)) > 1:
+    raise ValueError(
+      f'model.layers have num_heads={heads}, and heads are removed one by one '
+      'where all layers have as many; give them the same num_heads'
+    )
+
+
 def train_models(
   config: ConfigDict, count: int, workdir: pathlib.Path
 ) -> tuple[list[Model], signal.Signals | None]:

@@ -112,15 +112,33 @@ def rate(name: str, value: Any) -> None:
 
 
 def softcap(logit_softcap: Any) -> None:
-  """Raises a ValueError unless the bound is positive and finite, or None."""
+  """Raises a ValueError unless the bound is positive and a float32, or None."""
   logit_softcap = plain(logit_softcap)
   if logit_softcap is None:
     return
-  if not (_is_real(logit_softcap) and 0 < logit_softcap < math.inf):
+  most = float(np.finfo(np.float32).max)
+  if not (_is_real(logit_softcap) and 0 < logit_softcap <= most):
     raise ValueError(
       f'logit_softcap={logit_softcap!r} must be positive and finite; None '
       f'turns it off{_if_traced(logit_softcap)}'
     )
+
+
+def yes_or_no(name: str, value: Any) -> None:
+  """Raises a ValueError unless the value is True or False, or 1 or 0."""
+  if not isinstance(value, int) or value not in (0, 1):
+    raise ValueError(f'{name}={value!r} must be True or False')
+
+
+def hashable(name: str, value: Any) -> None:
+  """Raises a ValueError unless the value can be a part of a config."""
+  try:
+    hash(value)
+  except TypeError as error:
+    raise ValueError(
+      f'{name}={value!r} must be a plain value or a tuple, since a config is '
+      'hashed'
+    ) from error
 
 
 def even(name: str, size: int) -> None:

@@ -1,6 +1,7 @@
 """All that belongs to the scores of a call, beside its queries and keys."""
 
 import dataclasses
+import numbers
 from typing import Any, TypedDict
 
 import jax
@@ -111,7 +112,7 @@ def checked_scores(
     query_positions=_positions('query_positions', query_positions, lead, t),
     key_positions=_positions('key_positions', key_positions, lead, s),
     dropout=None if dropout is None or dropout.rate == 0 else dropout,
-    scale=scale,
+    scale=float(scale) if isinstance(scale, numbers.Rational) else scale,
     logit_softcap=None if logit_softcap is None else float(logit_softcap),
     return_weights=return_weights,
     return_residual=return_residual,
@@ -119,7 +120,10 @@ def checked_scores(
 
 
 def check_scale(scale: Any) -> None:
-  """Raises a ValueError unless the scale is one number, or None."""
+  """Raises a ValueError unless the scale is one real number, or None."""
+  number = isinstance(scale, numbers.Real) or hasattr(scale, 'dtype')
+  if scale is not None and not (number or isinstance(scale, list | tuple)):
+    raise ValueError(f'scale={scale!r} must be a real number, or None')
   if isinstance(scale, str) or np.shape(scale) != ():
     what = repr(scale) if isinstance(scale, str) else f'shape {np.shape(scale)}'
     raise ValueError(

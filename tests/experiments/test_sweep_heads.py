@@ -160,6 +160,18 @@ class SweepTest(SweepTestCase):
     self.assertIn('--n_heads=1: ', result.err)
     self.assertIn('num_kv_heads=2 must divide num_heads=1', result.err)
 
+  def test_layers_that_set_the_heads(self):
+    """They would be what is trained, under another label."""
+    config = self.folder / 'layers.py'
+    config.write_text(
+      'from ml_collections import ConfigDict\n'
+      'def get_config(): return ConfigDict({"model": {"num_layers": 2, '
+      '"layers": ({"num_heads": 4}, {"num_heads": 2})}})\n'
+    )
+    result = scripts.call(sweep_heads, f'--config={config}', '--n_heads=1')
+    self.assertEqual((result.code, result.err.count('\n')), (2, 1), result)
+    self.assertIn('--n_heads=1: config.model.layers sets num_heads', result.err)
+
   def test_rows(self):
     """results.jsonl: a line a point, numbers by seed."""
     self.assertLen({row['key'] for row in self.rows}, 2)

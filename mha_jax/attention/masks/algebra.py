@@ -295,4 +295,6 @@ def from_numbers(mask: Mask | ArrayLike | None) -> Mask | ArrayLike | None:
       'mask holds negative numbers or NaN, but nonzero may attend; pass '
       'additive values as bias=, or mask == 0'
     )
+  if isinstance(array, np.ndarray):
+    return as_array(array != 0)  # before JAX makes it narrower
   return as_array(array) != 0

@@ -143,6 +143,10 @@ class AttentionConfig:
     checks.plain_fields(self)
     for name, kind in typing.get_type_hints(type(self)).items():
       value = getattr(self, name)
+      checks.hashable(name, value)
+      if kind is bool:
+        checks.yes_or_no(name, value)
+        object.__setattr__(self, name, bool(value))
       optional = kind == int | None and value is None
       if kind not in (int, int | None) or optional:
         continue

@@ -471,3 +471,12 @@ class ErrorsTest(parameterized.TestCase):
     ):
       with self.assertRaisesRegex(ValueError, r'lengths of shape \(3, 1\)'):
         multihead_attention(x, x, x, mask=mask)
+
+
+class NarrowNumbersTest(parameterized.TestCase):
+  @parameterized.parameters(2**32, 1e-50)
+  def test_nonzero_may_attend(self, number):
+    """Also what float32 or int32 would make zero."""
+    array = np.array([[number, 0]])
+    got = masks.algebra.from_numbers(array)
+    np.testing.assert_array_equal(got, [[True, False]])

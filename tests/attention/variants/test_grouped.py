@@ -501,3 +501,24 @@ class PrecisionTest(parameterized.TestCase):
     self.assertGreater(len(products), 8)
     for product in products:
       self.assertEqual(product.count(f'Precision.{wanted.name}'), 2, product)
+
+
+class PlainFieldsTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ({'use_bias': 'no'}, "use_bias='no' must be True or False"),
+    ({'use_bias': 2}, 'use_bias=2 must be True or False'),
+    ({'use_bias': []}, r'use_bias=\[\] must be a plain value or a tuple'),
+    ({'normalize_qk': np.array(['rms'])}, 'normalize_qk=.* a plain value'),
+    ({'logit_softcap': 1e39}, 'logit_softcap=1e.39 must be positive'),
+    ({'logit_softcap': 10**400}, 'must be positive and finite'),
+  )
+  def test_refused(self, options, message):
+    """Words are no booleans, arrays cannot be hashed, float32 has an end."""
+    with self.assertRaisesRegex(ValueError, message):
+      attention.GroupedConfig(8, 2, **options)
+
+  def test_one_is_true(self):
+    """And the config is that of True."""
+    for value in (1, np.bool_(True)):
+      config = attention.GroupedConfig(8, 2, use_bias=value)
+      self.assertIs(config.use_bias, True)
