@@ -16,10 +16,10 @@ import jax
 import scripts
 from absl.testing import parameterized
 
-from configs import base
 from experiments import benchmark, configure_heads, kv_cache, sweep_heads, train
 from experiments.harness import command_line, config_files
 from mha_jax.training.record import RecordError, RecordWarning
+from mha_jax.training.train import OptimizerConfig, TrainConfig
 
 SCRIPTS = {'train': train, 'sweep_heads': sweep_heads}
 OWN_FLAGS = {
@@ -388,8 +388,9 @@ class LoadConfigTest(parameterized.TestCase):
     )
     whole = config_files.load_config('configs/copy_task.py')
     whole.task.length = 3
-    usual = base.get_config()
-    whole.optimizer, whole.train = usual.optimizer, usual.train
+    whole.optimizer.learning_rate = OptimizerConfig().learning_rate
+    for name in ('steps', 'batch_size', 'steps_per_dispatch'):
+      whole.train[name] = getattr(TrainConfig(), name)
     config = config_files.load_config(str(self.path))
     self.assertEqual(config.name, 'own')
     self.assertEqual(config.to_dict() | {'name': whole.name}, whole.to_dict())
