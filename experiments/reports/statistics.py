@@ -170,7 +170,8 @@ def best_rate(
   i = min(range(len(rows)), key=order)
   rates = [float(row['learning_rate']) for row in rows]
   advice = ''
-  if len(rates) > 1 and i in (0, len(rates) - 1):
+  some = any(map(math.isfinite, values[i]))  # else no rate is better
+  if len(rates) > 1 and some and i in (0, len(rates) - 1):
     end = 'lowest' if i == 0 else 'highest'
     advice = (
       f'the best is {rates[i]:g}, the {end} rate tried: add '

@@ -115,7 +115,7 @@ class BestRateTest(parameterized.TestCase):
     (
       {0.1: [NEVER], 1.0: [NEVER]},
       0.1,
-      'the best is 0.1, the lowest rate tried: add 0.03 to --learning_rates',
+      '',  # no rate is better
     ),
     ({0.1: [2, 2]}, 0.1, ''),
   )
