@@ -60,14 +60,21 @@ OVERRIDES: dict[str, Any] = {
     ),
     flags.DEFINE_enum('split', None, SPLITS, 'of the cache over devices'),
     flags.DEFINE_enum(
-      'objective', None, OBJECTIVES, 'to prefer, among usual proportions'
+      'objective',
+      None,
+      OBJECTIVES,
+      'what to optimise, among decoders of usual proportions',
     ),
     flags.DEFINE_integer(
       'vocab_size', None, 'of the tokeniser; its table counts as parameters'
     ),
-    flags.DEFINE_integer('head_dim', None, 'ask for one, such as 256'),
+    flags.DEFINE_integer(
+      'head_dim', None, 'fix the size of heads, such as 256'
+    ),
     flags.DEFINE_string(
-      'model', None, f'print what one costs: {", ".join(PUBLISHED)}'
+      'model',
+      None,
+      f'print the costs of a published model: {", ".join(PUBLISHED)}',
     ),
   )
 }

@@ -169,7 +169,7 @@ def decoder_config(
     vocab_size: the number of tokens.
     max_len: the longest sequence; only learned positions need it.
     d_model: width of the residual stream.
-    attention: 'mha', 'gqa', 'mqa', 'mla' or 'gta', a name in `VARIANTS`.
+    attention: 'mha', 'gqa', 'mqa', 'mla' or 'gta'.
     num_layers: number of blocks.
     positions: 'learned', 'rope' or 'none'.
     rope_theta: base of RoPE's wavelengths.

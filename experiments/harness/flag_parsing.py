@@ -110,6 +110,8 @@ def _by_last_name(config: ConfigDict) -> dict[str, str]:
 
 def _close(name: str, known: Mapping[str, str]) -> str:
   """Suggests what the user may have meant: the value of the nearest key."""
+  if name == 'model.layers':
+    return 'only a config file gives it, see docs/training.md'
   close = difflib.get_close_matches(name, known, n=1)
   if close:
     return f'did you mean {known[close[0]]}?'

@@ -47,7 +47,7 @@ Mapped = Callable[..., Any]
 
 
 class HeadsOptions(ScoresOptions, total=False):
-  """The options of `multihead_attention` that leave its result as it is."""
+  """The options of `multihead_attention` that keep its result's type."""
 
   implementation: str
 

@@ -154,7 +154,7 @@ def traits_of(qs: Parts, ks: Parts, v: Array, scores: Scores) -> Traits:
     'dropout': scores.dropout is not None,
     'logit_softcap': scores.logit_softcap is not None,
     'scale of an array': array,
-    'k and v of other numbers of heads': uneven,
+    'k and v with different numbers of heads': uneven,
     'return_weights': scores.return_weights,
     'return_residual': scores.return_residual,
   }

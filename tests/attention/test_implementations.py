@@ -72,7 +72,7 @@ CHOSEN = (
   (CPU, {'t': 0}, 'exact'),
   (CPU, {'t': 1}, 'blockwise'),
   (GPU, {'t': 1}, 'exact'),
-  (GPU, {'given': ('k and v of other numbers of heads',)}, 'blockwise'),
+  (GPU, {'given': ('k and v with different numbers of heads',)}, 'blockwise'),
 )
 REFUSED = (
   # The device, what is asked for, what is unlike the standard call, why not.
@@ -153,7 +153,7 @@ class AutoTest(parameterized.TestCase):
     of = functools.partial(heads.implementation_of, implementation='cudnn')
     with on(GPU):
       self.assertEqual(of(x, x, x, dropout=off), 'cudnn')
-      with self.assertRaisesRegex(ValueError, 'other numbers of heads'):
+      with self.assertRaisesRegex(ValueError, 'different numbers of heads'):
         of(x, x, x[:, :1])
 
 
