@@ -29,7 +29,7 @@ from rich import box
 from rich.table import Table
 
 from experiments.figures import caches
-from experiments.harness import command_line, folders, printing, settings
+from experiments.harness import command_line, cores, folders, printing, settings
 from experiments.harness.points import (
   EQUAL_PARAMS,
   SEEDS,
@@ -310,4 +310,5 @@ def _table(lines: Sequence[dict[str, Any]]) -> Table:
 
 
 if __name__ == '__main__':
+  cores.use_all_cores()
   command_line.run(parse, main, default_config='configs/mla_rank.py')

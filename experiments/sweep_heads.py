@@ -31,7 +31,7 @@ from ml_collections import ConfigDict
 from rich.table import Table
 
 from experiments.figures import sweeps
-from experiments.harness import command_line, folders, printing, settings
+from experiments.harness import command_line, cores, folders, printing, settings
 from experiments.harness.points import (
   EQUAL_PARAMS,
   SEEDS,
@@ -253,4 +253,5 @@ def report(rows: list[Row], chosen: Settings) -> None:
 
 
 if __name__ == '__main__':
+  cores.use_all_cores()
   command_line.run(parse, main, default_config='configs/copy_task.py')

@@ -1,18 +1,20 @@
 """Many learning rates and seeds of one model trained at once, by `jax.vmap`.
 
 Each has the parameters, batches and dropout of `run.run` with that learning
-rate and seed. Nothing is recorded: a training that is stopped is lost.
+rate and seed. They spread over the devices of this process. Nothing is
+recorded: a training that is stopped is lost.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from mha_jax.training import train
 from mha_jax.training.dispatches import dispatches
@@ -61,9 +63,13 @@ def train_grid(
     What became of them; None where a stop was requested.
   """
   config = experiment.train
+  place = _places(len(learning_rates), len(seeds))
   keys = jnp.stack([jax.random.key(seed) for seed in seeds])
+  keys = jax.device_put(keys, place('seeds'))
   rates = jnp.asarray(learning_rates, jnp.float32)
+  rates = jax.device_put(rates, place('rates'))
   state = _init(experiment, keys, rates)
+  state = jax.device_put(state, place('rates', 'seeds'))
   history: list[dict[str, np.ndarray]] = []
   step = 0
 
@@ -87,6 +93,29 @@ def train_grid(
     for name in history[0]
   }
   return Outcome(state.params, curves, final, bar.steps_per_second)
+
+
+def _places(num_rates: int, num_seeds: int) -> Callable[..., NamedSharding]:
+  """Spreads rates, then seeds, over as many devices as divide them.
+
+  Returns:
+    From the names of leading axes, 'rates' and 'seeds', to a place for arrays.
+  """
+  devices = jax.local_devices()
+  over_rates = _divisor(num_rates, len(devices))
+  over_seeds = _divisor(num_seeds, len(devices) // over_rates)
+  mesh = jax.make_mesh(
+    (over_rates, over_seeds),
+    ('rates', 'seeds'),
+    axis_types=(AxisType.Auto, AxisType.Auto),
+    devices=devices[: over_rates * over_seeds],
+  )
+  return lambda *names: NamedSharding(mesh, PartitionSpec(*names))
+
+
+def _divisor(count: int, most: int) -> int:
+  """The greatest divisor of count that is at most `most`."""
+  return max(x for x in range(1, most + 1) if count % x == 0)
 
 
 def _median(x: np.ndarray) -> float:

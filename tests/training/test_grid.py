@@ -2,7 +2,11 @@
 
 import dataclasses
 import math
+import os
+import pathlib
 import signal
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -72,6 +76,15 @@ class GridTest(parameterized.TestCase):
     self.assertFalse(np.any(np.isfinite(together.final['eval_loss'][0])))
     np.testing.assert_allclose(
       together.final['eval_loss'][1], alone.final['eval_loss'][0], 2e-6
+    )
+
+  def test_over_devices(self):
+    """Each device takes an equal part of them."""
+    here = pathlib.Path(__file__).parent
+    subprocess.run(
+      [sys.executable, '-m', 'pytest', '-x', '-q', here / 'four_devices.py'],
+      env=os.environ | {'JAX_NUM_CPU_DEVICES': '4'},
+      check=True,
     )
 
   def test_a_stop(self):
