@@ -33,6 +33,7 @@ def get_config(variants: str = '') -> ConfigDict:
       'num_symbols': 32,
       'min_length': config_dict.placeholder(int),
       'pairs': False,
+      'fixed_separator': False,
     }
   )
   config.optimizer.learning_rate = 1e-2

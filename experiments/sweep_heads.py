@@ -3,15 +3,15 @@
   python -m experiments.sweep_heads
   python -m experiments.sweep_heads --n_heads=1,2,4,8,16 --seeds=3
   python -m experiments.sweep_heads --config=configs/copy_task.py:tiny
-  python -m experiments.sweep_heads --study --seeds=5   (an hour for each rate)
+  python -m experiments.sweep_heads --study --seeds=5   (an hour)
 
 The width d_model stays fixed, so h heads have d_model / h features each and
 the parameters stay the same; with --config.model.head_dim=16 heads keep their
 size and parameters grow, and with --equal_params MLPs fill up what smaller
 models lack. --study takes all of these, several lengths, answers that need two
-sources, and variable lengths with one layer and with two. Prints
-a table and a sentence a curve and writes results.jsonl, results.csv and
-sweep_heads.png into the workdir.
+sources, and variable lengths with what may help there. Prints a table and a
+sentence a curve, and writes results.jsonl, results.csv and sweep_heads.png into
+the workdir.
 
 Every head count is trained at each of --learning_rates and judged at its best:
 for the final loss the rate with the least median, for speed the one with the
@@ -109,11 +109,22 @@ def make_sweep(
   config: ConfigDict,
   equal: bool = False,
   changes: Mapping[str, Any] | None = None,
+  every: int = 1,
 ) -> Sweep:
-  """The points of a config, with changes to its fields, at every head count."""
+  """The points of a config, with changes to its fields, at head counts.
+
+  Args:
+    panel: the setting that the curve is drawn in.
+    label: what tells it from the other curves there.
+    config: what is trained.
+    equal: whether MLPs fill up what smaller models lack.
+    changes: fields of the config by their names with dots.
+    every: 1 takes all of --n_heads, 2 every other one from the first on.
+  """
   config = config.copy_and_resolve_references()
   config.update_from_flattened_dict(dict(changes or {}))
   heads = sorted(set(command_line.positive_ints('n_heads', N_HEADS.value)))
+  heads = heads[::every]
   experiments = [_experiment(config, h) for h in heads]
   if equal:
     experiments = equal_params(experiments)
@@ -147,9 +158,11 @@ def _experiment(config: ConfigDict, num_heads: int) -> train.Experiment:
 def study(config: ConfigDict) -> tuple[Sweep, ...]:
   """Exercise 1 in full, around a config of the copy task.
 
-  Fixed lengths, from half to four times the config's; the controls of one
-  length; answers that need two sources, with the controls; variable lengths,
-  with one layer and with two, for three times as long.
+  Fixed lengths, from half to four times the config's, in batches of as many
+  symbols and with more steps where they are longer; the controls of one length;
+  answers that need two sources, with the controls, for twice as long; variable
+  lengths, for three times as long. Every other head count is enough for the
+  longest sequences and for variable ones, which take the most time.
   """
   task = settings.experiment_from(config).task
   if not isinstance(task, CopyTask) or task.pairs or task.min_length:
@@ -166,25 +179,58 @@ def study(config: ConfigDict) -> tuple[Sweep, ...]:
     )
   symbols = max(2, config.task.num_symbols // 4)
   two = {'task.pairs': True, 'task.num_symbols': symbols}
-  ragged = {'task.min_length': max(1, length // 4)}
-  ragged |= {'train.steps': 3 * config.train.steps}
-  lengths = (length // 2, length, 2 * length, 4 * length)
+  two |= {'train.steps': 2 * config.train.steps}
   return (
-    *(
-      make_sweep('one source', f'L = {x}', config, changes={'task.length': x})
-      for x in lengths
-    ),
+    *fixed_lengths(config),
     *controls(f'one source, L = {length}', config, {}),
     *controls(f'two sources, L = {length}', config, two),
-    *(
-      make_sweep(
-        f'variable length, {length // 4} to {length}',
-        f'{x} layer{"s" * (x > 1)}',
-        config,
-        changes=ragged | {'model.num_layers': x},
-      )
-      for x in (1, 2)
-    ),
+    *variable_lengths(config),
+  )
+
+
+def fixed_lengths(config: ConfigDict) -> tuple[Sweep, ...]:
+  """From half to four times the config's length."""
+  length, usual = config.task.length, config.train
+  factors = {  # of batch and steps at each length, and which head counts
+    length // 2: (2, 1, 1),
+    length: (1, 1, 1),
+    2 * length: (1 / 2, 2, 1),
+    4 * length: (1 / 4, 4, 2),
+  }
+  return tuple(
+    make_sweep(
+      'one source',
+      f'L = {x}',
+      config,
+      changes={
+        'task.length': x,
+        'train.batch_size': max(1, round(batch * usual.batch_size)),
+        'train.steps': steps * usual.steps,
+      },
+      every=every,
+    )
+    for x, (batch, steps, every) in factors.items()
+  )
+
+
+def variable_lengths(config: ConfigDict) -> tuple[Sweep, ...]:
+  """Rows of their own lengths, with what may tell a layer the distance."""
+  length = config.task.length
+  ragged = {
+    'task.min_length': max(1, length // 4),
+    'train.steps': 3 * config.train.steps,
+  }
+  two = {'model.num_layers': 2}
+  helps: dict[str, dict[str, Any]] = {
+    '1 layer': {},
+    '1 layer, fixed separator': {'task.fixed_separator': True},
+    '2 layers': two,
+    '2 layers, RoPE': {**two, 'model.positions': 'rope'},
+  }
+  panel = f'variable length, {length // 4} to {length}'
+  return tuple(
+    make_sweep(panel, label, config, changes=ragged | x, every=2)
+    for label, x in helps.items()
   )
 
 

@@ -27,7 +27,11 @@ class CopyTask:
     sequence  c a b d | cb ad
 
   With min_length each row has its own length, uniform in min_length .. length
-  (even ones for pairs), and ends in padding that does not count.
+  (even ones for pairs), and ends in padding that does not count. With
+  fixed_separator too, the separator stands at place L, behind padding, so that
+  an answer is always as far from its source; a row of 2 symbols, L = 3:
+
+    sequence  c a 0 | c a 0
 
   Tokens: 0 padding, 1 separator, then the symbols, then with pairs the
   num_symbols^2 pairs.
@@ -37,6 +41,7 @@ class CopyTask:
     num_symbols: different symbols.
     min_length: the shortest sequence; None: all have the same length.
     pairs: whether an answer is a pair of symbols.
+    fixed_separator: whether it stands at one place whatever a row's length.
 
   Raises:
     ValueError: sizes are not positive, or odd where pairs need even ones.
@@ -46,6 +51,7 @@ class CopyTask:
   num_symbols: int = 32
   min_length: int | None = None
   pairs: bool = False
+  fixed_separator: bool = False
   kind: str = dataclasses.field(default='copy', init=False)
 
   def __post_init__(self) -> None:
@@ -136,7 +142,8 @@ class CopyTask:
       n: the number of symbols to copy.
     """
     place = jnp.arange(self.max_len + 1)
-    i = jnp.maximum(place - n - 1, 0)
+    separator = self.length if self.fixed_separator else n
+    i = jnp.maximum(place - separator - 1, 0)
     if self.pairs:
       answers = n // 2
       other = symbols[jnp.minimum(i + answers, self.length - 1)]
@@ -146,7 +153,8 @@ class CopyTask:
       answers = n
       answer = FIRST_SYMBOL + symbols[jnp.minimum(i, self.length - 1)]
     source = FIRST_SYMBOL + symbols[jnp.minimum(place, self.length - 1)]
-    is_answer = (place > n) & (place <= n + answers)
+    is_answer = (place > separator) & (place <= separator + answers)
     tokens = jnp.where(is_answer, answer, PAD)
-    tokens = jnp.where(place < n, source, jnp.where(place == n, SEP, tokens))
+    tokens = jnp.where(place == separator, SEP, tokens)
+    tokens = jnp.where(place < n, source, tokens)
     return tokens.astype(jnp.int32), is_answer

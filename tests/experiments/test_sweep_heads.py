@@ -521,17 +521,32 @@ class StudyTest(FolderTestCase):
       for x in ('one', 'two')
       for way in ways
     ]
-    layers = [('variable length, 1 to 4', x) for x in ('1 layer', '2 layers')]
+    helps = ('1 layer', '1 layer, fixed separator')
+    helps += ('2 layers', '2 layers, RoPE')
+    layers = [('variable length, 1 to 4', x) for x in helps]
     self.assertEqual(list(curves), [*lengths, *controls, *layers])
-    self.assertLen(trained, 2 * (len(curves) - 1))
+    fewer = {('one source', 'L = 16'), *layers}
+    for name, own in curves.items():
+      heads = ['1'] if name in fewer else ['1', '4']
+      self.assertEqual([x['n_heads'] for x in own], heads, name)
+    self.assertLen(trained, 2 * (len(curves) - 1) - len(fewer))
     for (panel, curve), own in curves.items():
+      if (panel, curve) in fewer:
+        continue
       sizes = [int(x['head_dim']) for x in own]
       params = [int(x['params']) for x in own]
       fixed = curve.startswith('head_dim = 4')
       self.assertEqual(sizes, [4, 4] if fixed else [16, 4], panel)
       self.assertEqual(params[0] < params[1], curve == 'head_dim = 4', panel)
-    self.assertEqual({x.train.steps for x in trained}, {STEPS, 3 * STEPS})
+    self.assertEqual(
+      {x.train.steps for x in trained}, {i * STEPS for i in (1, 2, 3, 4)}
+    )
+    for x in trained:  # as many symbols in a batch, as far as may be
+      if x.task.min_length is None and not x.task.pairs:
+        symbols = x.task.length * x.train.batch_size
+        self.assertEqual(symbols, 4 * trained[2].train.batch_size)
     self.assertTrue(any(x.task.pairs for x in trained))
+    self.assertTrue(any(x.task.fixed_separator for x in trained))
     png = (workdir / 'sweep_heads.png').read_bytes()
     self.assertStartsWith(png, b'\x89PNG\r\n')
 

@@ -15,6 +15,7 @@ TASKS = {
   'pairs': CopyTask(length=6, num_symbols=3, pairs=True),
   'variable': CopyTask(length=7, num_symbols=5, min_length=3),
   'variable_pairs': CopyTask(10, 3, min_length=4, pairs=True),
+  'fixed_separator': CopyTask(7, 5, min_length=3, fixed_separator=True),
 }
 BATCH = 97
 
@@ -35,8 +36,8 @@ def draw(task: CopyTask, seed: int = 0):
 
 
 def lengths(inputs: np.ndarray) -> np.ndarray:
-  """The number of symbols before the separator."""
-  return np.argmax(inputs == SEP, axis=1)
+  """The number of symbols before the separator, or the padding before it."""
+  return np.argmax(inputs < FIRST, axis=1)
 
 
 def layout(task: CopyTask, symbols: np.ndarray):
@@ -48,8 +49,9 @@ def layout(task: CopyTask, symbols: np.ndarray):
     answer = [
       FIRST + count + count * (a - FIRST) + (b - FIRST) for a, b in pairs
     ]
-  sequence = [*symbols, SEP, *answer]
-  counts = [0] * (n + 1) + [1] * len(answer)
+  gap = task.fixed_separator * (task.length - n)
+  sequence = [*symbols, *[PAD] * gap, SEP, *answer]
+  counts = [0] * (n + gap + 1) + [1] * len(answer)
   missing = task.max_len + 1 - len(sequence)
   sequence, counts = sequence + [PAD] * missing, counts + [0] * missing
   return sequence[:-1], sequence[1:], counts[1:]
