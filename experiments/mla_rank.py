@@ -8,10 +8,12 @@
 Trains the same decoder with MHA, GQA, MQA and MLA of several ranks r and holds
 validation loss (bits per token) against cached elements a token. --rotary lists
 sizes p of the decoupled rotary key; p = 0 means learned positions and no
-rotary part, any other RoPE. Beside them stands MHA with one head and with
-heads of fewer features, at MQA's cache. With --equal_params MLPs are widened
-until all have as many parameters. Every model is trained at each of
---learning_rates and judged at the one with the least median validation loss.
+rotary part, any other RoPE. With --without_norm each MLA comes also without
+the norm of its latent, which tells the norm's price from the rank's. Beside
+them stands MHA with one head and with heads of fewer features, at MQA's cache.
+With --equal_params MLPs are widened until all have as many parameters. Every
+model is trained at each of --learning_rates and judged at the one with the
+least median validation loss.
 Prints a table and the answer; writes results.jsonl, results.csv and
 mla_rank.png into the workdir. Finished points are kept.
 """
@@ -47,10 +49,13 @@ RANKS = flags.DEFINE_list('ranks', ['4', '12', '64'], 'latent ranks r of MLA')
 ROTARY = flags.DEFINE_list(
   'rotary', ['0'], 'rotary features p; 0: learned positions instead'
 )
+WITHOUT_NORM = flags.DEFINE_bool(
+  'without_norm', False, 'each MLA also without the norm of its latent'
+)
 
 WITHIN = (1.0, 0.1, 0.02)
 """Differences to MHA, in bits per token, that the answer asks for."""
-FREE = ('ranks', 'rotary', 'learning_rates')
+FREE = ('ranks', 'rotary', 'without_norm', 'learning_rates')
 """Flags that may differ from call to call in a folder: points are kept."""
 
 
@@ -143,7 +148,10 @@ def _models(
   for r in ranks:
     mla = {'attention': 'mla', 'kv_lora_rank': r, 'head_dim': None}
     mla |= {'qk_nope_head_dim': k, 'v_head_dim': config.model.v_head_dim or k}
-    named.append((f'MLA r={r}', mla | {'qk_rope_head_dim': p}))
+    mla |= {'qk_rope_head_dim': p}
+    named.append((f'MLA r={r}', mla))
+    if WITHOUT_NORM.value:
+      named.append((f'MLA r={r}, no norm', mla | {'latent_norm': False}))
   return [(name, p, positions | changes) for name, changes in named]
 
 

@@ -72,6 +72,7 @@ OF_OTHERS: Mapping[str, str] = MappingProxyType(
     'q_lora_rank': _LATENT,
     'qk_nope_head_dim': _LATENT,
     'qk_rope_head_dim': _LATENT,
+    'latent_norm': _LATENT,
     'in_features': _INPUTS,
     'in_kv_features': _INPUTS,
     'input_shape': 'write batch_size= and capacity=, its rows and tokens',

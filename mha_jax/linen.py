@@ -562,6 +562,7 @@ class MultiHeadLatentAttention(_Shell):
     use_bias: whether latents, rotary key and output add a bias.
     rope: turns the rotary features; None: `Rope()` where there are any.
     logit_softcap: bound on the scores; None: none.
+    latent_norm: whether the latents are normalised.
     form: 'auto', 'expanded' or 'absorbed'.
   """
 
@@ -575,6 +576,7 @@ class MultiHeadLatentAttention(_Shell):
   use_bias: bool = False
   rope: Rope | None = None
   logit_softcap: float | None = None
+  latent_norm: bool = True
   form: str = 'auto'
   dtype: DTypeLike | None = None
   param_dtype: DTypeLike = jnp.float32

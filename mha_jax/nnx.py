@@ -565,6 +565,7 @@ class MultiHeadLatentAttention(Attention):
     use_bias: whether latents, rotary key and output add a bias.
     rope: turns the rotary features; None: `Rope()` where there are any.
     logit_softcap: bound on the scores; None: none.
+    latent_norm: whether the latents are normalised.
     form: 'auto', 'expanded' or 'absorbed'.
     rngs: see `Attention`.
     **shared: further arguments of `Attention`.
@@ -586,6 +587,7 @@ class MultiHeadLatentAttention(Attention):
     use_bias: bool = False,
     rope: Rope | None = None,
     logit_softcap: float | None = None,
+    latent_norm: bool = True,
     form: str = 'auto',
     rngs: nnx.Rngs,
     **shared: Any,

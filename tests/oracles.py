@@ -223,9 +223,12 @@ def latent(
   def up(name: str, a: np.ndarray) -> np.ndarray:
     return np.moveaxis(np.tensordot(a, p[name]['kernel'], axes=(2, 0)), 2, 1)
 
+  def normed(name: str, a: np.ndarray) -> np.ndarray:
+    return norm(a, p[name]['scale'], 'rms') if name in p else a
+
   if 'query_down' in p:
-    x = norm(down('query_down', x), p['query_norm']['scale'], 'rms')
-  c = norm(down('key_down', y), p['key_norm']['scale'], 'rms')
+    x = normed('query_norm', down('query_down', x))
+  c = normed('key_norm', down('key_down', y))
   q, k, v = up('query', x), up('key', c), up('value', c)
   if 'key_rope' in p:
     w = rotate(up('query_rope', x), at_q, theta, layout)

@@ -5,6 +5,7 @@
   u = rope(y W_u)                        a rotary key, p features, for all heads
   q_i = x W_q,i    w_i = rope(x W_w,i)   with a query latent x is
                                          RMSNorm(x W_down)
+With latent_norm=False the latents are x W_down and y W_c as they are.
   scores_i = scale (q_i k_i^T + w_i u^T),    scale = score_factor / sqrt(k + p)
 
 Decoding keeps c and u, r + p elements a token. Two forms of one parameter tree:
@@ -59,6 +60,7 @@ class LatentConfig(AttentionConfig):
       projection, add a bias; those from latents to heads never do.
     rope: turns the rotary features; None: `Rope()` where there are any.
     logit_softcap: bound on the scores, see `attend`.
+    latent_norm: whether the latents are normalised.
     form: 'expanded', 'absorbed', or 'auto': whichever takes fewer
       multiplications at the call's lengths. They agree up to rounding.
 
@@ -79,6 +81,7 @@ class LatentConfig(AttentionConfig):
   use_bias: bool = False
   rope: Rope | None = None
   logit_softcap: float | None = None
+  latent_norm: bool = True
   form: str = 'auto'
 
   values_from_keys = True
@@ -97,6 +100,7 @@ class LatentConfig(AttentionConfig):
       checks.even('qk_rope_head_dim', self.sizes['p'])
     self.check_rope('qk_rope_head_dim', self.sizes['p'])
     checks.softcap(self.logit_softcap)
+    checks.yes_or_no('latent_norm', self.latent_norm)
     if self.form not in FORMS:
       raise ValueError(f'form={self.form!r} must be one of {FORMS}')
 
@@ -152,10 +156,12 @@ class LatentConfig(AttentionConfig):
     rows: dict[str, Row] = {}
     if self.q_lora_rank:
       rows['query_down'] = projection('btd,dq->btq', x, self.use_bias)
-      rows['query_norm'] = Norm('rms', self.q_lora_rank)
+      if self.latent_norm:
+        rows['query_norm'] = Norm('rms', self.q_lora_rank)
     rows['query'] = projection(f'{source}k->bhtk')
     rows['key_down'] = projection('bsd,dr->bsr', y, self.use_bias)
-    rows['key_norm'] = Norm('rms', self.kv_lora_rank)
+    if self.latent_norm:
+      rows['key_norm'] = Norm('rms', self.kv_lora_rank)
     rows['key'] = projection('bsr,rhk->bhsk')
     rows['value'] = projection('bsr,rhv->bhsv')
     if self.sizes['p']:
@@ -167,7 +173,7 @@ class LatentConfig(AttentionConfig):
   def queries(self, project: Project, x: Array, positions: Positions) -> Parts:
     """The parts that do not and that do rotate."""
     if self.q_lora_rank:
-      x = project('query_norm', project('query_down', x))
+      x = self._latent(project, 'query', x)
     if not self.sizes['p']:
       return (project('query', x),)
     return project('query', x), self.rotate(project('query_rope', x), positions)
@@ -177,10 +183,15 @@ class LatentConfig(AttentionConfig):
   ) -> Parts:
     """The latent and the rotary key, each of one head."""
     del z
-    c = project('key_norm', project('key_down', y))[:, None]
+    c = self._latent(project, 'key', y)[:, None]
     if not self.sizes['p']:
       return (c,)
     return c, self.rotate(project('key_rope', y)[:, None], positions)
+
+  def _latent(self, project: Project, of: str, x: Array) -> Array:
+    """The latent of the queries, or that of the keys."""
+    c = project(f'{of}_down', x)
+    return project(f'{of}_norm', c) if self.latent_norm else c
 
   def attend(
     self, project: Project, q: Parts, entries: Parts, attention: HeadsAttention

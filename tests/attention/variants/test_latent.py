@@ -47,6 +47,7 @@ VARIANTS = {
   'bias': {'q_lora_rank': 23, 'qk_rope_head_dim': 6, 'use_bias': True},
   'widths': {'qk_rope_head_dim': 4, 'kv_features': 29, 'out_features': 31},
   'softcap': {'qk_rope_head_dim': 4, 'logit_softcap': 0.7},
+  'no_norm': {'q_lora_rank': 23, 'qk_rope_head_dim': 6, 'latent_norm': False},
 }
 FORMS = ('expanded', 'absorbed')
 apply = jax.jit(
@@ -221,6 +222,17 @@ class FullRankTest(oracles.X64TestCase):
     options = {'mask': masks.causal(), 'return_weights': True}
     assert_close(apply(mla, latent, x, **options), apply(mha, p, x, **options))
 
+  def test_without_norms_it_is_mha(self):
+    """On inputs of any size."""
+    mha = GroupedConfig(D, 3, head_dim=4, v_head_dim=7, use_bias=False)
+    mla = LatentConfig(
+      D, 3, D, qk_nope_head_dim=4, v_head_dim=7, latent_norm=False
+    )
+    p, x = random_params(mha), normal(1, B, T, D)
+    latent = {name: p[name] for name in ('query', 'key', 'value', 'out')}
+    latent['key_down'] = {'kernel': np.eye(D)}
+    assert_close(apply(mla, latent, x), apply(mha, p, x))
+
 
 @pytest.mark.usefixtures('full_compile')
 class ProgramTest(parameterized.TestCase):
@@ -361,6 +373,7 @@ class ConfigTest(parameterized.TestCase):
       'qk_rope_head_dim=0',
       'rope=None',
     ),
+    ({'latent_norm': 'no'}, "latent_norm='no'", 'True or False'),
     ({'form': 'both'}, "form='both'", "'expanded', 'absorbed'"),
     ({'logit_softcap': 0.0}, 'logit_softcap=0.0', 'finite; None turns'),
     ({'v_head_dim': -1}, 'v_head_dim=-1', 'positive integer'),
