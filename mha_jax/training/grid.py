@@ -7,7 +7,7 @@ rate and seed. Nothing is recorded: a training that is stopped is lost.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -46,6 +46,7 @@ def train_grid(
   seeds: Sequence[int],
   request: StopRequest,
   description: str = 'train',
+  on_dispatch: Callable[[int, train.TrainState], None] = lambda *_: None,
 ) -> Outcome | None:
   """Trains all learning rates and seeds in one compiled program.
 
@@ -56,6 +57,9 @@ def train_grid(
     seeds: of parameters, batches and dropout; all rates share them.
     request: where it comes before the last step, training ends.
     description: shown beside the progress.
+    on_dispatch: is given the steps taken and the states, (rates, seeds, ...)
+      each, before the first step and after every dispatch; the next dispatch
+      takes their buffers.
 
   Returns:
     What became of them; None where a stop was requested.
@@ -64,6 +68,7 @@ def train_grid(
   keys = jnp.stack([jax.random.key(seed) for seed in seeds])
   rates = jnp.asarray(learning_rates, jnp.float32)
   state = _init(experiment, keys, rates)
+  on_dispatch(0, state)
   history: list[dict[str, np.ndarray]] = []
   step = 0
 
@@ -75,6 +80,7 @@ def train_grid(
   with ProgressBar(description, config.steps) as bar:
     for dispatch in dispatches(config, step, state, advance, request):
       step, state = dispatch.end, dispatch.state
+      on_dispatch(step, state)
       history.append(jax.device_get(dispatch.metrics))
       latest = {x: history[-1][x] for x in ('loss', 'accuracy')}
       bar.update(step, {k: _median(x) for k, x in latest.items()})
