@@ -137,7 +137,7 @@ def _speed(axes: Axes, summaries: Sequence[Summary]) -> None:
       axes.plot(x, y, marker=marker, ms=size, color=f'C{i}', ls='none')
   every = sorted({float(f'{x.line["score_scale"]:.3g}') for x in summaries})
   axes.set_xscale('log')
-  axes.set_xticks(every, [f'{x:g}' for x in every])
+  axes.set_xticks(every, [f'{x:g}' for x in every], rotation=45)
   axes.minorticks_off()
   axes.set_xlabel('scale of the scores; star: 1 / sqrt(head_dim)')
   axes.set_ylabel(f'steps to loss < {THRESHOLD:g}; triangle: never')

@@ -142,7 +142,7 @@ def summarise(row: Mapping[str, Any]) -> Summary:
 def table(summaries: Sequence[Summary]) -> Table:
   """The summaries as a table, a head count at a scale a row."""
   result = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=CAPTION)
-  columns = ('n_heads', 'head_dim', 'scale', 'lr', 'final loss', 'carry')
+  columns = ('heads x\nfeatures', 'scale', 'lr', 'final loss', 'carry')
   more = (
     'spare',
     'idle',
@@ -156,8 +156,7 @@ def table(summaries: Sequence[Summary]) -> Table:
   for line in (x.line for x in summaries):
     never = math.isinf(line['steps_to_threshold_min'])
     result.add_row(
-      str(line['n_heads']),
-      str(line['head_dim']),
+      f'{line["n_heads"]} x {line["head_dim"]}',
       line['scale'],
       f'{line["learning_rate"]:g}',
       median_range(line, 'final_loss', '.4f', '\n', 'diverged'),
