@@ -29,7 +29,7 @@ class Outcome:
   A training that diverged stays in it, with losses that are not finite.
 
   Args:
-    params: the parameters at the end.
+    params: the parameters at the end, on the first device.
     history: metrics of the training batches, (rates, seeds, steps) each.
     final: metrics on the validation batches at the end, (rates, seeds) each.
     steps_per_second: how many steps all together took in a second, the first
@@ -48,6 +48,7 @@ def train_grid(
   seeds: Sequence[int],
   request: StopRequest,
   description: str = 'train',
+  on_dispatch: Callable[[int, train.TrainState], None] = lambda *_: None,
 ) -> Outcome | None:
   """Trains all learning rates and seeds in one compiled program.
 
@@ -58,6 +59,9 @@ def train_grid(
     seeds: of parameters, batches and dropout; all rates share them.
     request: where it comes before the last step, training ends.
     description: shown beside the progress.
+    on_dispatch: is given the steps taken and the states, (rates, seeds, ...)
+      each, before the first step and after every dispatch; the next dispatch
+      takes their buffers.
 
   Returns:
     What became of them; None where a stop was requested.
@@ -70,6 +74,7 @@ def train_grid(
   rates = jax.device_put(rates, place('rates'))
   state = _init(experiment, keys, rates)
   state = jax.device_put(state, place('rates', 'seeds'))
+  on_dispatch(0, state)
   history: list[dict[str, np.ndarray]] = []
   step = 0
 
@@ -81,6 +86,7 @@ def train_grid(
   with ProgressBar(description, config.steps) as bar:
     for dispatch in dispatches(config, step, state, advance, request):
       step, state = dispatch.end, dispatch.state
+      on_dispatch(step, state)
       history.append(jax.device_get(dispatch.metrics))
       latest = {x: history[-1][x] for x in ('loss', 'accuracy')}
       bar.update(step, {k: _median(x) for k, x in latest.items()})
@@ -92,7 +98,8 @@ def train_grid(
     name: np.concatenate([chunk[name] for chunk in history], axis=2)
     for name in history[0]
   }
-  return Outcome(state.params, curves, final, bar.steps_per_second)
+  params = jax.device_put(state.params, jax.local_devices()[0])
+  return Outcome(params, curves, final, bar.steps_per_second)
 
 
 def _places(num_rates: int, num_seeds: int) -> Callable[..., NamedSharding]:

@@ -21,17 +21,24 @@ EXPERIMENT = train.Experiment(
 RATES, SEEDS = (0.03, 0.01, 0.003), (3, 5, 7, 11)
 
 
-def train_grid(rates, seeds):
-  return grid.train_grid(EXPERIMENT, rates, seeds, StopRequest('stopping'))
+def train_grid(rates, seeds, *observers):
+  request = StopRequest('stopping')
+  return grid.train_grid(EXPERIMENT, rates, seeds, request, '', *observers)
 
 
 class FourDevicesTest(parameterized.TestCase):
   @parameterized.parameters((2, 4, 4), (2, 3, 2), (1, 3, 3), (3, 1, 3))
   def test_values_are_those_of_one(self, num_rates, num_seeds, used):
     rates, seeds = RATES[:num_rates], SEEDS[:num_seeds]
-    spread = train_grid(rates, seeds)
-    devices = {x for y in jax.tree.leaves(spread.params) for x in y.devices()}
-    self.assertLen(devices, used)
+
+    def observe(step, state):
+      del step
+      for x in jax.tree.leaves(state):
+        self.assertLen({y.device for y in x.addressable_shards}, used)
+
+    spread = train_grid(rates, seeds, observe)
+    for x in jax.tree.leaves(spread.params):
+      self.assertEqual(x.devices(), {jax.local_devices()[0]})
     only = jax.local_devices()[:1]
     with mock.patch.object(jax, 'local_devices', return_value=only):
       alone = train_grid(rates, seeds)
