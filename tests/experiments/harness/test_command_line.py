@@ -332,6 +332,7 @@ class OtherConfigsTest(parameterized.TestCase):
   @parameterized.parameters(
     'train',
     'sweep_heads',
+    'copy_heads',
     'mla_rank',
     'probe_heads',
     'prune_heads',
@@ -356,6 +357,7 @@ class OtherConfigsTest(parameterized.TestCase):
       if result.code == 0:
         taken.add(path.stem)
     own = {name} & {'kv_cache', 'configure_heads', 'check_costs', 'benchmark'}
+    own |= {'copy_task'} if name == 'copy_heads' else set()
     trains = {'copy_task', 'recall', 'mla_rank'}
     self.assertEqual(taken - {'text'}, own or trains)
 
