@@ -333,6 +333,7 @@ class OtherConfigsTest(parameterized.TestCase):
     'train',
     'sweep_heads',
     'mla_rank',
+    'sweep_recall',
     'probe_heads',
     'prune_heads',
     'kv_cache',
@@ -356,7 +357,9 @@ class OtherConfigsTest(parameterized.TestCase):
       if result.code == 0:
         taken.add(path.stem)
     own = {name} & {'kv_cache', 'configure_heads', 'check_costs', 'benchmark'}
-    trains = {'copy_task', 'recall', 'mla_rank'}
+    trains = {'recall', 'sweep_recall'}
+    if name != 'sweep_recall':
+      trains |= {'copy_task', 'mla_rank'}
     self.assertEqual(taken - {'text'}, own or trains)
 
 
