@@ -334,6 +334,7 @@ class OtherConfigsTest(parameterized.TestCase):
     'sweep_heads',
     'copy_heads',
     'mla_rank',
+    'sweep_recall',
     'probe_heads',
     'prune_heads',
     'kv_cache',
@@ -358,7 +359,9 @@ class OtherConfigsTest(parameterized.TestCase):
         taken.add(path.stem)
     own = {name} & {'kv_cache', 'configure_heads', 'check_costs', 'benchmark'}
     own |= {'copy_task'} if name == 'copy_heads' else set()
-    trains = {'copy_task', 'recall', 'mla_rank'}
+    trains = {'recall', 'sweep_recall'}
+    if name != 'sweep_recall':
+      trains |= {'copy_task', 'mla_rank'}
     self.assertEqual(taken - {'text'}, own or trains)
 
 
