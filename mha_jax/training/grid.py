@@ -131,7 +131,12 @@ def _median(x: np.ndarray) -> float:
   return float(np.median(finite)) if finite.size else math.nan
 
 
-@functools.partial(jax.jit, static_argnums=0)
+# A third of the time to compile, of what runs but once.
+@functools.partial(
+  jax.jit,
+  static_argnums=0,
+  compiler_options={'xla_backend_optimization_level': 1},
+)
 def _init(
   experiment: train.Experiment, keys: jax.Array, rates: jax.Array
 ) -> train.TrainState:
