@@ -107,7 +107,8 @@ def models_of(
   config: ConfigDict, sizes: Sequence[int], ranks: Sequence[int]
 ) -> tuple[tuple[Point, ...], ...]:
   """The points of all models of each rotary size p, MHA first."""
-  models = [x for p in sizes for x in _models(config, p, ranks)]
+  norms = (True, False) if WITHOUT_NORM.value else (True,)
+  models = [x for p in sizes for x in _models(config, p, ranks, norms)]
   experiments = [_experiment(config, changes) for _, _, changes in models]
   if EQUAL_PARAMS.value:
     experiments = equal_params(experiments)
@@ -122,9 +123,15 @@ def models_of(
 
 
 def _models(
-  config: ConfigDict, p: int, ranks: Sequence[int]
+  config: ConfigDict,
+  p: int,
+  ranks: Sequence[int],
+  norms: Sequence[bool],
 ) -> list[tuple[str, int, dict[str, Any]]]:
-  """(name, p, changes of the model's config) of each model; MHA is first."""
+  """(name, p, changes of the model's config) of each model; MHA is first.
+
+  MLA comes once for each of norms: with one on its latent, or without.
+  """
   h, d = config.model.num_heads, config.model.d_model
   checks.positive('--config.model.num_heads', h)
   checks.positive('--config.model.d_model', d)
@@ -149,9 +156,9 @@ def _models(
     mla = {'attention': 'mla', 'kv_lora_rank': r, 'head_dim': None}
     mla |= {'qk_nope_head_dim': k, 'v_head_dim': config.model.v_head_dim or k}
     mla |= {'qk_rope_head_dim': p}
-    named.append((f'MLA r={r}', mla))
-    if WITHOUT_NORM.value:
-      named.append((f'MLA r={r}, no norm', mla | {'latent_norm': False}))
+    for norm in norms:
+      name = f'MLA r={r}' + ', no norm' * (not norm)
+      named.append((name, mla | {'latent_norm': norm}))
   return [(name, p, positions | changes) for name, changes in named]
 
 

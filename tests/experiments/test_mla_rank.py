@@ -180,8 +180,9 @@ class MlaRankTest(parameterized.TestCase):
       config = mla_config.get_config('tiny')
       settings.complete(config, 'tiny')
       config.model.d_model, config.model.num_heads = map(int, sizes)
-      names = [x[0] for x in mla_rank._models(config, 2, [4])]
-      self.assertEqual(names, [*wanted, 'MLA r=4'])
+      models = mla_rank._models(config, 2, [4], [True, False])
+      names = [x[0] for x in models]
+      self.assertEqual(names, [*wanted, 'MLA r=4', 'MLA r=4, no norm'])
 
   @parameterized.parameters(
     ('--ranks=4,x', '--ranks=4,x must be positive integers'),

@@ -89,7 +89,7 @@ BAD_CALLS = {
   ),
   'other_kind': (
     ['--config.task.kind=text'],
-    ["TextTask has no ['min_length', 'num_symbols', 'pairs']", 'text.py'],
+    ["TextTask has no ['fixed_separator', 'min_length'", 'text.py'],
   ),
   'bad_variant': (
     ['--config=configs/copy_task.py:huge'],

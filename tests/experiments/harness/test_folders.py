@@ -45,8 +45,8 @@ NAMES = (
   ),
   (
     sweep_heads,
-    [TINY, '--study', '--seeds=5'],
-    'sweep_heads-copy_task-tiny-seeds=5-study',
+    [COPY, '--study', '--seeds=5'],
+    'sweep_heads-copy_task-seeds=5-study',
   ),
   (
     mla_rank,
