@@ -97,7 +97,7 @@ class Checkpoints:
     Raises:
       RecordError: all are damaged, or one is sound and of other shapes.
     """
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    device = jax.device_put(0, jax.devices()[0]).sharding
     like = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), like
     )
