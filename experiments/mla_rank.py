@@ -19,15 +19,12 @@ mla_rank.png into the workdir. Finished points are kept.
 """
 
 import dataclasses
-import math
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
-from rich import box
 from rich.table import Table
 
 from experiments.figures import caches
@@ -41,7 +38,7 @@ from experiments.harness.points import (
   points_of,
   train_points,
 )
-from experiments.reports import head_counts, statistics
+from experiments.reports import latent_ranks
 from mha_jax.attention import checks
 from mha_jax.training import record, train
 
@@ -53,8 +50,6 @@ WITHOUT_NORM = flags.DEFINE_bool(
   'without_norm', False, 'each MLA also without the norm of its latent'
 )
 
-WITHIN = (1.0, 0.1, 0.02)
-"""Differences to MHA, in bits per token, that the answer asks for."""
 FREE = ('ranks', 'rotary', 'without_norm', 'learning_rates')
 """Flags that may differ from call to call in a folder: points are kept."""
 
@@ -118,6 +113,7 @@ def models_of(
     cache = sum(layer.cache_elements for layer in x.model.layers)
     labels = {'variant': name, 'rotary': p, 'cache_elements': cache}
     labels['rank'] = changes.get('kv_lora_rank')
+    labels['latent_norm'] = changes.get('latent_norm')
     found.append(points_of(x, seeds, f'{name:>16} p={p}', labels))
   return tuple(found)
 
@@ -180,55 +176,6 @@ def main(chosen: Settings) -> int:
   return 0 if all(row['status'] == 'finished' for row in rows) else 1
 
 
-def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
-  """A line for each model at its best rate, against MHA of its rotary size.
-
-  A difference is taken seed by seed, since seeds share batches; medians and
-  ranges over seeds follow, and the mean with its interval.
-  """
-  models: dict[tuple[str, int], list[Row]] = {}
-  for row in rows:
-    if row['status'] == 'finished':
-      models.setdefault((row['variant'], row['rotary']), []).append(row)
-  best = {
-    name: statistics.best_rate(own, _bits) for name, own in models.items()
-  }
-  lines = []
-  for (_, rotary), one in best.items():
-    mha = best.get(('MHA', rotary))
-    if mha is None:
-      continue
-    row = dict(one.row)
-    worst = max(_bits_before(x) for x in (one.row, mha.row))
-    names = ('variant', 'rotary', 'rank', 'params', 'cache_elements')
-    line = {name: row[name] for name in names} | {'seeds': len(row['seeds'])}
-    line['cache_share'] = row['cache_elements'] / mha.row['cache_elements']
-    line['learning_rate'] = one.learning_rate
-    line |= statistics.spread('bits', one.values)
-    line['perplexity'] = 2 ** line['bits_median']
-    each = np.minimum([one.values, mha.values], worst)
-    line |= statistics.spread('difference', (each[0] - each[1]).tolist())
-    found = statistics.difference(one.values, mha.values, worst)
-    line |= {
-      'difference_mean': found.mean,
-      'difference_low': found.low,
-      'difference_high': found.high,
-      'advice': one.advice,
-    }
-    lines.append(line | head_counts.fields(row['config']))
-  return lines
-
-
-def _bits(row: Mapping[str, Any]) -> list[float]:
-  """Validation losses in bits per token, by seed; inf: diverged."""
-  return [x / math.log(2) for x in head_counts.final_losses(row)]
-
-
-def _bits_before(row: Mapping[str, Any]) -> float:
-  """Bits per token before training, which a seed that diverged counts as."""
-  return max(statistics.number(x[0]) for x in row['loss']) / math.log(2)
-
-
 def report(rows: Sequence[Row], chosen: Settings) -> None:
   """Writes CSV and figure; prints failures, the tables and the answers."""
   texts: list[str | Table] = [
@@ -237,91 +184,15 @@ def report(rows: Sequence[Row], chosen: Settings) -> None:
     for row in rows
     if row['status'] == 'failed'
   ]
-  if lines := summarise(rows):
+  if lines := latent_ranks.summarise(rows):
     record.write_csv(chosen.workdir / 'results.csv', lines)
     figure = chosen.workdir / 'mla_rank.png'
     caches.mla_rank(lines, chosen.title, figure)
     for p in dict.fromkeys(line['rotary'] for line in lines):
       own = [line for line in lines if line['rotary'] == p]
-      texts += [_table(own), answer(own), *_advice(own)]
+      texts += latent_ranks.in_words(own)
     texts.append(f'recorded in {chosen.workdir}, figure {figure}')
   printing.show(*texts)
-
-
-def _advice(lines: Sequence[dict[str, Any]]) -> list[str]:
-  """Names the models whose best rate is the last of those tried."""
-  found: dict[str, list[str]] = {}
-  for line in lines:
-    if line['advice']:
-      found.setdefault(line['advice'], []).append(line['variant'])
-  return [f'For {", ".join(names)} {x}.' for x, names in found.items()]
-
-
-def answer(lines: Sequence[dict[str, Any]]) -> str:
-  """Exercise 3 in words, for the models of one rotary size.
-
-  A rank is within a difference when the whole interval lies below it.
-  """
-  p, mha = lines[0]['rotary'], lines[0]
-  parts = [f'p = {p}:']
-  latent = [line for line in lines if line['rank'] is not None]
-  small = [line for line in latent if line['cache_share'] < 1 / 8]
-  if latent:
-    per_feature = latent[0]['cache_elements'] / (latent[0]['rank'] + p)
-    bound = mha['cache_elements'] / per_feature / 8
-    parts.append(f"MLA's cache is below 1/8 of MHA's for r + p < {bound:g};")
-  if small:
-    best = max(small, key=lambda line: line['rank'])
-    held = best['difference_high'] <= 1
-    parts.append(
-      f'at r = {best["rank"]} it is {best["cache_share"]:.3g} of it, and the '
-      f'loss {_difference(best).in_words()} bits from '
-      f"MHA's, which is {'within' if held else 'not within'} 1 bit."
-    )
-  else:
-    parts.append('no rank that was trained lies there.')
-  for bits in WITHIN:
-    near = [x for x in latent if x['difference_high'] <= bits]
-    rank = f'r = {min(x["rank"] for x in near)}' if near else 'no rank'
-    parts.append(f'Smallest within {bits:g} bits: {rank}.')
-  same = [x['variant'] for x in lines[1:] if _difference(x).sign == 0]
-  parts.append(f'Not told apart from MHA: {", ".join(same) or "none"}.')
-  return ' '.join(parts)
-
-
-def _difference(line: dict[str, Any]) -> statistics.Difference:
-  ends = (line[f'difference_{end}'] for end in ('mean', 'low', 'high'))
-  return statistics.Difference(*ends)
-
-
-def _table(lines: Sequence[dict[str, Any]]) -> Table:
-  p = lines[0]['rotary']
-  title = f'RoPE, p = {p}' if p else 'learned positions, p = 0'
-  caption = (
-    'cached elements a token; bits per token and perplexity (ppl) on '
-    'validation batches, medians over seeds at the best learning rate (lr); '
-    'minus MHA: mean difference, seed by seed, and its '
-    f'{statistics.CONFIDENCE:.0%} interval'
-  )
-  table = Table(
-    title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption
-  )
-  columns = ('variant', 'params', 'cache', 'of MHA', 'lr', 'bits', 'ppl')
-  for name in (*columns, 'minus MHA'):
-    side = 'left' if name == 'variant' else 'right'
-    table.add_column(name, justify=side)  # type: ignore[arg-type]
-  for x in lines:
-    table.add_row(
-      x['variant'],
-      f'{x["params"]:,}',
-      str(x['cache_elements']),
-      f'{x["cache_share"]:.2g}',
-      f'{x["learning_rate"]:g}',
-      f'{x["bits_median"]:.3f}',
-      f'{x["perplexity"]:.2f}',
-      _difference(x).in_words().replace(' (', '\n('),
-    )
-  return table
 
 
 if __name__ == '__main__':

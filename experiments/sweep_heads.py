@@ -55,7 +55,7 @@ THRESHOLD = flags.DEFINE_float(
 STUDY = flags.DEFINE_bool(
   'study', False, 'exercise 1 in full, around a plain copy task'
 )
-READINGS = ('n_heads', 'threshold', 'learning_rates')
+FREE = ('n_heads', 'threshold', 'learning_rates')
 """Flags that may differ from call to call in a folder: points are kept."""
 
 
@@ -98,7 +98,7 @@ def parse() -> Settings:
   else:
     chosen = (make_sweep(title, '', config, EQUAL_PARAMS.value),)
   workdir = folders.named(f'sweep_heads-{config.name}')
-  asked = folders.asked(config, free=READINGS)
+  asked = folders.asked(config, free=FREE)
   record.check_same_config(workdir, asked)
   return Settings(chosen, THRESHOLD.value, title, workdir, asked)
 

@@ -8,9 +8,9 @@ Multi-query associative recall as in figure 2 of Arora et al. 2023, "Zoology":
 accuracy against d_model and the number of key/value pairs, for MHA with 1, 2
 and 4 heads and for MQA, MLA and GTA with 4. MLA's latent has d_model / 4
 features beside its rotary key, GTA one state for all heads; with RoPE both
-cache as much. There are twice as many keys, and as many values, as pairs, and
-all pairs are asked for. With --equal_params MLPs are widened until all models
-of a size have as many parameters.
+cache as much. There are twice as many keys as pairs, and twice as many values,
+and all pairs are asked for. With --equal_params MLPs are widened until all
+models of a size have as many parameters.
 
 Every model is trained at each of --learning_rates and judged at the one with
 the least median validation loss. Prints a table and what follows from it;
@@ -132,9 +132,10 @@ def _check_config(config: ConfigDict) -> None:
 def _sizes(
   name: str, given: list[str] | None, first: int, most: int
 ) -> list[int]:
-  """A flag's numbers in order; where it is not given first, 2 first, ... most.
+  """A flag's numbers in order.
 
-  A config that is smaller than first has its own size alone.
+  Where it is not given, first and its doubles that are not over the config's
+  size `most`; a config that is smaller than first has its own size alone.
   """
   if given is not None:
     return sorted(set(command_line.positive_ints(name, given)))
@@ -166,7 +167,7 @@ def points_at(
 
 def models_of(d_model: int) -> dict[str, dict[str, Any]]:
   """The changes of the model's config by name, in order of the tables."""
-  heads = {
+  models = {
     f'MHA {h} head{"s" * (h > 1)}': {'attention': 'mha', 'num_heads': h}
     for h in (1, 2, HEADS)
   }
@@ -177,9 +178,9 @@ def models_of(d_model: int) -> dict[str, dict[str, Any]]:
     'GTA': {'attention': 'gta', 'num_kv_heads': 1, 'head_dim': size},
   }
   for name, changes in shared.items():
-    heads[f'{name} {HEADS} heads'] = changes | {'num_heads': HEADS}
+    models[f'{name} {HEADS} heads'] = changes | {'num_heads': HEADS}
   unset = dict.fromkeys(SETTLED) | {'d_model': d_model}
-  return {name: unset | changes for name, changes in heads.items()}
+  return {name: unset | changes for name, changes in models.items()}
 
 
 def _experiment(

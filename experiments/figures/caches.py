@@ -50,7 +50,7 @@ def mla_rank(
   """Loss against cache, both relative to MHA.
 
   Args:
-    lines: see `experiments.mla_rank.summarise`.
+    lines: see `experiments.reports.latent_ranks.summarise`.
     title: the setting.
     path: the PNG to write.
   """
@@ -62,12 +62,16 @@ def mla_rank(
       own = [line for line in lines if line['rotary'] == p]
       latent = [line for line in own if line['rank'] is not None]
       others = [line for line in own if line['rank'] is None]
-      _difference(axes, latent, 'MLA', 'o-')
+      plain = [line for line in latent if not line['latent_norm']]
+      normed = [line for line in latent if line['latent_norm']]
+      _difference(axes, normed, 'MLA', 'o-')
+      if plain:
+        _difference(axes, plain, 'MLA, no norm', 'o--', 'C9')
       for i, line in enumerate(others, 1):
         _difference(axes, [line], line['variant'], 's', f'C{i}')
-      for line in latent:
+      for line in normed:
         axes.annotate(
-          ('r = ' if line is latent[0] else '') + str(line['rank']),
+          ('r = ' if line is normed[0] else '') + str(line['rank']),
           (line['cache_share'], 0.97),
           xycoords=('data', 'axes fraction'),
           ha='center',

@@ -50,7 +50,11 @@ def sweep_heads(
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     _loss_curves(left, curve.summaries, threshold)
     _median_and_range(
-      right, dataclasses.replace(curve, label=''), 'steps_to_threshold', 'C0'
+      right,
+      dataclasses.replace(curve, label=''),
+      'steps_to_threshold',
+      'C0',
+      _rates([curve]),
     )
     _head_count_axis(right, [line['n_heads'] for line in lines])
     right.set_ylim(0, 1.06 * _top(lines))
@@ -80,7 +84,7 @@ def study(
       row, column = place
       pair = axes[2 * row][column], axes[2 * row + 1][column]
       own = [curve for curve in curves if curve.panel == panel]
-      _study_panel(pair, own, panel)
+      _study_panel(pair, own, panel, _rates(curves))
       pair[0].set_ylabel('final loss (nats)')
       pair[1].set_ylabel(f'steps to loss < {threshold:g}')
     if len(panels) % 2:
@@ -95,26 +99,32 @@ def study(
     lines = [curves[0].summaries[0].line]
     figure.suptitle(
       f'{title}, {_seeds(lines)}: median and range, every point at its best\n'
-      'learning rate; dashed: as many steps as were taken',
+      'learning rate; dashed: the steps that were taken',
       fontsize=11,
     )
     save(figure, path)
 
 
 def _study_panel(
-  axes: tuple[Axes, Axes], curves: Sequence[Curve], title: str
+  axes: tuple[Axes, Axes],
+  curves: Sequence[Curve],
+  title: str,
+  rates: Sequence[float],
 ) -> None:
   """Final loss above steps to the threshold."""
   heads = sorted({s.n_heads for c in curves for s in c.summaries})
   for one, name in zip(axes, ('final_loss', 'steps_to_threshold'), strict=True):
     for i, curve in enumerate(curves):
-      _median_and_range(one, curve, name, f'C{i}')
+      _median_and_range(one, curve, name, f'C{i}', rates)
     _head_count_axis(one, heads)
   upper, lower = axes
   upper.set_yscale('log')
-  budget = max(c.summaries[0].line['steps'] for c in curves)
-  lower.set_ylim(0, 1.06 * budget)
-  lower.axhline(budget, color='0.4', ls='--', lw=1)
+  budgets = [curve.summaries[0].line['steps'] for curve in curves]
+  lower.set_ylim(0, 1.06 * max(budgets))
+  for i, budget in enumerate(budgets):
+    shared = budgets.count(budget) > 1
+    color = '0.4' if shared else f'C{i}'
+    lower.axhline(budget, color=color, ls='--', lw=1, zorder=0)
   short = max(len(curve.label) for curve in curves) < 12
   legend_above(upper, title=title, fontsize=9, ncols=1 + short)
 
@@ -156,7 +166,8 @@ def _rate_legend(curves: Sequence[Curve]) -> list[Line2D]:
     for marker, rate in zip(MARKERS, _rates(curves), strict=False)
   ]
   lines = [x.line for curve in curves for x in curve.summaries]
-  if any(np.isinf(line['steps_to_threshold_max']) for line in lines):
+  ends = ('steps_to_threshold_max', 'final_loss_max')
+  if any(np.isinf(line[end]) for line in lines for end in ends):
     named.append(('^', 'a seed never gets there'))
   return [
     Line2D([], [], ls='none', marker=marker, color='0.3', label=label)
@@ -164,20 +175,27 @@ def _rate_legend(curves: Sequence[Curve]) -> list[Line2D]:
   ]
 
 
-def _median_and_range(axes: Axes, curve: Curve, name: str, color: str) -> None:
-  """Medians with ranges; a triangle at the budget where a seed never ends.
+def _median_and_range(
+  axes: Axes, curve: Curve, name: str, color: str, rates: Sequence[float]
+) -> None:
+  """Medians with ranges; a triangle where a seed never gets there.
 
-  The marker tells the learning rate. A median that is infinite is not drawn.
+  It stands at the steps that were taken, or at the loss before training. The
+  marker tells the learning rate. A median that is infinite is not drawn.
   """
   lines = [s.line for s in curve.summaries]
-  budget = lines[0]['steps']
+  speed = name == 'steps_to_threshold'
+  ceiling = max(
+    line['steps'] if speed else summary.worst
+    for line, summary in zip(lines, curve.summaries, strict=True)
+  )
   heads = np.asarray([line['n_heads'] for line in lines])
   median, low, high = (
     np.asarray([line[f'{name}_{part}'] for line in lines])
     for part in ('median', 'min', 'max')
   )
   known, never = np.isfinite(median), np.isinf(high)
-  top = np.where(never, budget, high)
+  top = np.where(never, ceiling, high)
   axes.errorbar(
     heads[known],
     median[known],
@@ -186,9 +204,9 @@ def _median_and_range(axes: Axes, curve: Curve, name: str, color: str) -> None:
     color=color,
     label=curve.label,
   )
-  of = 'speed_' if name == 'steps_to_threshold' else ''
+  of = 'speed_' if speed else ''
   chosen = np.asarray([line[f'{of}learning_rate'] for line in lines])
-  for marker, rate in zip(MARKERS, _rates([curve]), strict=False):
+  for marker, rate in zip(MARKERS, rates, strict=False):
     here = known & (chosen == rate)
     axes.plot(
       heads[here], median[here], ls='none', marker=marker, ms=6, color=color
@@ -196,7 +214,7 @@ def _median_and_range(axes: Axes, curve: Curve, name: str, color: str) -> None:
   if never.any():
     axes.plot(
       heads[never],
-      np.full(never.sum(), budget),
+      np.full(never.sum(), ceiling),
       ls='none',
       marker='^',
       color=color,

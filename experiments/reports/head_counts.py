@@ -27,7 +27,8 @@ class Summary:
     n_heads: the head count.
     final: the row with the least final loss.
     speed: the row with the fewest steps to the threshold.
-    worst: the loss before training, which a seed that diverged counts as.
+    worst: the greatest loss before training, which a seed that diverged counts
+      as.
     line: of tables and CSVs: medians and ranges over seeds.
   """
 
@@ -74,8 +75,12 @@ def summarise(rows: Sequence[dict[str, Any]], threshold: float) -> Summary:
     **spread('steps_to_threshold', speed.values),
     'steps_per_s': row['steps_per_s'],
   }
-  first = [number(losses[0]) for x in rows for losses in x['loss']]
-  return Summary(row['n_heads'], final, speed, float(np.median(first)), line)
+  return Summary(row['n_heads'], final, speed, loss_before(rows), line)
+
+
+def loss_before(rows: Sequence[Mapping[str, Any]]) -> float:
+  """The greatest loss on a batch before training, of all rates and seeds."""
+  return max(number(losses[0]) for row in rows for losses in row['loss'])
 
 
 def steps_to(losses: Sequence[float | None], threshold: float) -> float:
@@ -144,8 +149,16 @@ def verdict(summaries: Sequence[Summary], threshold: float) -> str:
 
 def rates(summaries: Sequence[Summary]) -> str:
   """Says which learning rates were tried, and whose best is the last one."""
-  line = summaries[0].line
-  text = f'Learning rates tried: {", ".join(line["learning_rates"].split())}.'
+  lines = [x.line for x in summaries]
+  each = [{float(x) for x in line['learning_rates'].split()} for line in lines]
+  tried = sorted(set.union(*each))
+  text = f'Learning rates tried: {", ".join(f"{x:g}" for x in tried)}.'
+  if fewer := [
+    str(line['n_heads'])
+    for line, own in zip(lines, each, strict=True)
+    if len(own) < len(tried)
+  ]:
+    text += f' Not all of them finished for n_heads={",".join(fewer)}.'
   found: dict[str, list[str]] = {}
   for words, bests in (
     ('final loss', [x.final for x in summaries]),
@@ -169,20 +182,23 @@ def _trend(summaries: Sequence[Summary], by: str) -> str:
   """Says what more heads do to a number that is better small."""
   best = _best(summaries, by)
   alike = [s.n_heads for s in summaries if _effect(best, s, by) == 'plateau']
-  to_best = _effect(summaries[0], best, by)
-  from_best = _effect(best, summaries[-1], by)
-  if to_best == 'help':
-    more = (
-      ''
-      if from_best == 'plateau' and len(alike) == 1
-      else (f' up to {alike[0]}, then {from_best}')
-    )
-    return f'help{more}'
-  if from_best == 'hurt':
-    return (
-      'hurt' if len(alike) == 1 else f'plateau up to {alike[-1]}, then hurt'
-    )
-  return 'plateau'
+  first, last = alike[0], alike[-1]
+  parts = []
+  if first > summaries[0].n_heads:
+    parts.append(('help', first))
+  if last > first:
+    parts.append(('plateau', last))
+  if last < summaries[-1].n_heads:
+    parts.append(('hurt', summaries[-1].n_heads))
+  *before, (end, _) = parts
+  between = [str(s.n_heads) for s in summaries if first < s.n_heads < last]
+  worse = [x for x in between if int(x) not in alike]
+  return (
+    ''.join(f'{word} up to {upper}, then ' for word, upper in before)
+    + end
+    + f' (but {" and ".join(worse)} {"are" if worse[1:] else "is"} worse)'
+    * bool(worse)
+  )
 
 
 def _best(summaries: Sequence[Summary], by: str) -> Summary:

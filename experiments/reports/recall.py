@@ -44,27 +44,18 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     line = {'pairs': pairs, 'd_model': d_model, 'variant': name}
     line |= {x: row[x] for x in ('params', 'cache_elements')}
     line |= {'seeds': len(row['seeds']), 'learning_rate': one.learning_rate}
-    line |= spread('accuracy', _accuracies(row))
+    line |= spread('accuracy', row['final_accuracy'])
     line |= spread('final_loss', one.values)
     reference = best.get((pairs, d_model, REFERENCE))
     if reference is not None:
       found = statistics.difference(
-        _accuracies(row), _accuracies(reference.row)
+        row['final_accuracy'], reference.row['final_accuracy']
       )
-      line |= {
-        'difference_mean': found.mean,
-        'difference_low': found.low,
-        'difference_high': found.high,
-      }
+      line |= found.columns()
     lines.append(
       line | {'advice': one.advice} | head_counts.fields(row['config'])
     )
   return lines
-
-
-def _accuracies(row: Mapping[str, Any]) -> list[float]:
-  """Validation accuracies by seed; a seed that diverged recalls nothing."""
-  return [0.0 if x is None else float(x) for x in row['final_accuracy']]
 
 
 def table(lines: Lines) -> Table:
@@ -107,7 +98,7 @@ def answers(lines: Lines) -> list[str]:
 
 
 def _solved(lines: Lines) -> str:
-  """Says from which width on each model reaches SOLVED."""
+  """Names the smallest width at which each model reaches SOLVED."""
   least: dict[int, list[str]] = {}
   never = []
   for name, own in _groups(lines, 'variant').items():
@@ -131,7 +122,7 @@ def _alike(lines: Lines) -> str:
     others = [
       x for x in own if x['variant'] != REFERENCE and 'difference_mean' in x
     ]
-    same = [x['variant'] for x in others if _difference(x).sign == 0]
+    same = [x['variant'] for x in others if Difference.of_line(x).sign == 0]
     if others:
       every = len(same) == len(others) > 1
       names = 'all others' if every else ', '.join(same) or 'none'
@@ -139,11 +130,6 @@ def _alike(lines: Lines) -> str:
   if not parts:
     return f'nothing to compare with {REFERENCE}.'
   return f'not told apart from {REFERENCE}: {", ".join(parts)}.'
-
-
-def _difference(line: Mapping[str, Any]) -> Difference:
-  ends = (line[f'difference_{end}'] for end in ('mean', 'low', 'high'))
-  return Difference(*ends)
 
 
 def advice(lines: Lines) -> list[str]:

@@ -77,6 +77,16 @@ class Difference:
   low: float
   high: float
 
+  @classmethod
+  def of_line(cls, line: Mapping[str, Any]) -> 'Difference':
+    """Reads what `columns` made of it."""
+    return cls(*(line[f'difference_{end}'] for end in ('mean', 'low', 'high')))
+
+  def columns(self) -> dict[str, float]:
+    """The columns of a table or CSV that hold it."""
+    ends = dataclasses.asdict(self)
+    return {f'difference_{end}': value for end, value in ends.items()}
+
   @property
   def sign(self) -> int:
     """1: more, -1: less, 0: not told apart."""
@@ -101,8 +111,8 @@ def difference(
   Args:
     values: of a model, by seed.
     reference: of the other, by the same seeds.
-    worst: what an infinite number counts as, such as one step more than were
-      taken; what is known of it is that it is no less.
+    worst: no number counts as more than this, such as one step more than were
+      taken; an infinite one, of which no more is known, counts as this.
 
   Returns:
     The difference. One seed alone has an interval without bounds.
@@ -147,8 +157,9 @@ def best_rate(
 ) -> Best:
   """Chooses the row whose median value is least.
 
-  Among equal medians, infinite ones too, the mean decides in which what is
-  infinite counts as much as the worst that is not, then the lower rate.
+  Ties, as of infinite medians, go to the rate at which fewer values are
+  infinite, then to the smaller mean, in which an infinite value counts as the
+  greatest finite one, then to the lower rate.
 
   Args:
     rows: of one model at several learning rates.

@@ -32,8 +32,8 @@ class Outcome:
     params: the parameters at the end, on the first device.
     history: metrics of the training batches, (rates, seeds, steps) each.
     final: metrics on the validation batches at the end, (rates, seeds) each.
-    steps_per_second: how many steps all together took in a second, the first
-      dispatch left out; None: there was no second one.
+    steps_per_second: steps a second, where one step advances every rate and
+      seed, the first dispatch left out; None: there was no second one.
   """
 
   params: Any
@@ -103,7 +103,10 @@ def train_grid(
 
 
 def _places(num_rates: int, num_seeds: int) -> Callable[..., NamedSharding]:
-  """Spreads rates, then seeds, over as many devices as divide them.
+  """Spreads rates over devices, and seeds over the devices left to each rate.
+
+  Of either, as many devices are used as divide it: 2 rates of 3 seeds use two
+  of four.
 
   Returns:
     From the names of leading axes, 'rates' and 'seeds', to a place for arrays.

@@ -129,9 +129,24 @@ class SweepHeadsTest(parameterized.TestCase):
     for one, name, marker in zip(
       axes, ('final_loss', 'steps_to_threshold'), 'os', strict=True
     ):
-      sweeps._median_and_range(one, curve, name, 'C0')
+      sweeps._median_and_range(one, curve, name, 'C0', [0.01, 0.1])
       drawn = {x.get_marker() for x in one.get_lines() if len(x.get_xdata())}
       self.assertEqual(drawn & {'o', 's'}, {marker})
+
+  def test_a_seed_that_diverged(self):
+    """Its triangle stands at the loss before training, not at a step."""
+    diverged = row(1, FAST) | {'final_loss': [0.01, None]}
+    summaries = [
+      head_counts.summarise([x], 0.05) for x in (diverged, row(2, FAST))
+    ]
+    axes = Figure().subplots()
+    curve = sweeps.Curve('', '', summaries)
+    sweeps._median_and_range(axes, curve, 'final_loss', 'C0', [0.01])
+    lines = {line.get_marker(): line for line in axes.get_lines()}
+    np.testing.assert_array_equal(lines['^'].get_xdata(), [1])
+    np.testing.assert_allclose(lines['^'].get_ydata(), [3])
+    legend = sweeps._rate_legend([curve])
+    self.assertEqual(legend[-1].get_label(), 'a seed never gets there')
 
   def test_no_room(self):
     """The file is named."""

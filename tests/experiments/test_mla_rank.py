@@ -14,6 +14,7 @@ from scipy import stats
 
 from configs import mla_rank as mla_config
 from experiments import mla_rank
+from experiments.figures import caches
 from experiments.harness import points, settings
 
 MODELS = {
@@ -53,9 +54,9 @@ class MlaRankTest(parameterized.TestCase):
         'params': points.num_params(point.experiment),
         'steps_per_s': 1.0,
         'final_loss': [x and x * math.log(2) for x in bits],
-        'final_accuracy': [0.0] * 3,
-        'loss': [[40 * math.log(2)]] * 3,
-        'accuracy': [[0.0]] * 3,
+        'final_accuracy': [0.0] * len(bits),
+        'loss': [[40 * math.log(2)]] * len(bits),
+        'accuracy': [[0.0]] * len(bits),
       }
 
     def train_group(group, request):
@@ -75,10 +76,11 @@ class MlaRankTest(parameterized.TestCase):
     with self.stub(losses):
       result = self.call()
     self.assertEqual(result.code, 0, result)
-    self.assertIn('r + p < 4; at r = 2 it is 0.0625 of it', result.out)
+    self.assertIn('r + p < 4.', result.out)
+    self.assertIn("MLA: at r = 2 the cache is 0.0625 of MHA's", result.out)
     self.assertIn('+0.583 (+0.003 to +1.164) bits', result.out)
-    self.assertIn('which is not within 1 bit.', result.out)
-    self.assertIn('Smallest within 1 bits: r = 16.', result.out)
+    self.assertIn('which is not shown to be within 1 bit.', result.out)
+    self.assertIn('Smallest within 1 bit: r = 16.', result.out)
     self.assertIn('Smallest within 0.1 bits: no rank.', result.out)
     text = (self.workdir / 'results.csv').read_text()
     lines = list(csv.DictReader(text.splitlines()))
@@ -103,6 +105,43 @@ class MlaRankTest(parameterized.TestCase):
     self.assertAlmostEqual(float(last['perplexity']) / 2**20.05, 1)
     png = (self.workdir / 'mla_rank.png').read_bytes()
     self.assertStartsWith(png, b'\x89PNG\r\n')
+
+  @parameterized.parameters(
+    (0.3, 'which is within 1 bit.'), (2.0, 'which is not within 1 bit.')
+  )
+  def test_within(self, shift, words):
+    """The whole interval lies on one side of 1 bit."""
+    with self.stub(lambda x: [10 + shift * (x['rank'] == 2)] * 3):
+      result = self.call()
+    self.assertIn(words, result.out)
+
+  def test_norms_apart(self):
+    """The ranks without the norm have a sentence and a curve of their own."""
+
+    def losses(labels):
+      bad = labels['rank'] is not None and labels['latent_norm']
+      return [10.0 + 2 * bad] * 3
+
+    draw = mock.Mock(wraps=caches._difference)
+    with self.stub(losses), mock.patch.object(caches, '_difference', draw):
+      result = self.call('--without_norm')
+    self.assertEqual(result.code, 0, result)
+    text = ' '.join(result.out.split())
+    with_norm, without = text.split('MLA without the norm: ')
+    self.assertIn('Smallest within 1 bit: no rank.', with_norm)
+    self.assertIn('Smallest within 1 bit: r = 2.', without)
+    curves = [x.args for x in draw.call_args_list]
+    ranks = {name: [x['rank'] for x in lines] for _, lines, name, *_ in curves}
+    self.assertEqual(ranks['MLA'], [2, 16])
+    self.assertEqual(ranks['MLA, no norm'], [2, 16])
+
+  def test_one_seed(self):
+    """Nothing is told apart, and that is said."""
+    with self.stub(lambda _: [10.0]):
+      result = self.call('--seeds=1')
+    self.assertEqual(result.code, 0, result)
+    self.assertIn('One seed alone has no spread', result.out)
+    self.assertNotIn('told apart from MHA', result.out)
 
   def test_rotary_and_equal_parameters(self):
     """Each rotary size has its MHA; MLPs fill up."""

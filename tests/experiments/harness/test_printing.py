@@ -12,12 +12,16 @@ from absl.testing import parameterized
 from experiments import (
   benchmark,
   check_costs,
-  mla_rank,
   probe_heads,
   prune_heads,
 )
 from experiments.harness import printing
-from experiments.reports import head_counts, model_costs, statistics
+from experiments.reports import (
+  head_counts,
+  latent_ranks,
+  model_costs,
+  statistics,
+)
 from mha_jax.analysis.configurator.demand import Demand
 from mha_jax.analysis.costs.hardware import hardware
 from mha_jax.analysis.costs.published import published
@@ -73,7 +77,7 @@ def tables() -> dict:
   speed = {'contender': 'a sum over the cache', 'seconds': 1.2345}
   return {
     'sweep': head_counts.table([summary()] * 2, 0.05),
-    'mla_rank': mla_rank._table([line]),
+    'mla_rank': latent_ranks.table([line]),
     'probe': probe_heads._table([head], 'induction task, mha, 2 layers'),
     'curves': prune_heads._curve_table(curves),
     'pruned': prune_heads._pruned_table([pruned]),

@@ -138,6 +138,16 @@ class RatesTest(parameterized.TestCase):
       'Learning rates tried: 0.01, 0.1.',
     )
 
+  def test_a_rate_that_did_not_finish(self):
+    """All rates are named, and who lacks one."""
+    found = sweep((LOW, SOLVED), (LOW, SOLVED))
+    found[0].line['learning_rates'] = '0.01'
+    self.assertEqual(
+      head_counts.rates(found),
+      'Learning rates tried: 0.01, 0.1. Not all of them finished for '
+      'n_heads=1.',
+    )
+
 
 class VerdictTest(parameterized.TestCase):
   @parameterized.named_parameters(
@@ -148,6 +158,21 @@ class VerdictTest(parameterized.TestCase):
     ('uneven', ((10, 30), (30, 32)), 'plateau in speed'),
     ('help_plateau', (HIGH, LOW, LOW), 'help up to 2, then plateau in speed'),
     ('help_hurt', (MIDDLE, LOW, HIGH), 'help up to 2, then hurt in speed'),
+    (
+      'all_three',
+      (MIDDLE, LOW, LOW, HIGH),
+      'help up to 2, then plateau up to 4, then hurt in speed',
+    ),
+    (
+      'a_dent',
+      (LOW, HIGH, LOW, MIDDLE, LOW),
+      'plateau (but 2 and 8 are worse) in speed',
+    ),
+    (
+      'a_dent_before_the_end',
+      (MIDDLE, LOW, HIGH, LOW, HIGH),
+      'help up to 2, then plateau up to 8, then hurt (but 4 is worse) in speed',
+    ),
     ('plateau_hurt', (LOW, LOW, HIGH), 'plateau up to 2, then hurt in speed'),
     ('never_at_last', (LOW, (NEVER, NEVER)), 'hurt in speed'),
     ('never_at_first', ((NEVER, NEVER), LOW), 'help in speed'),
@@ -197,6 +222,14 @@ class VerdictTest(parameterized.TestCase):
     text = head_counts.verdict(sweep((never, UNSOLVED), (never, BAD)), 0.05)
     self.assertStartsWith(text, 'More heads hurt in the end')
     self.assertIn('no head count reaches loss < 0.05', text)
+
+  def test_one_seed(self):
+    """Nothing is said without a spread."""
+    found = sweep((LOW, SOLVED), (HIGH, BAD))
+    for one in found:
+      one.line['seeds'] = 1
+    text = head_counts.verdict(found, 0.05)
+    self.assertStartsWith(text, 'One seed alone has no spread')
 
   def test_one_head_count(self):
     """Shows no trend."""
