@@ -17,8 +17,11 @@ stands out (mha_jax/analysis/copying.py has the formulas).
 
 Prints a table and what follows from it; writes results.jsonl, results.csv,
 heads.csv and copy_heads.png into the workdir. A head count at a scale, with all
-its rates and seeds, trains at once and is kept when it is finished: Ctrl-C and
-SIGTERM stop, and the same command goes on with what is missing.
+its rates and seeds, trains at once and is kept when it is finished; one that
+fails is recorded, does not end the experiment, and is tried again next time.
+Ctrl-C and SIGTERM stop, and the same command goes on with what is missing.
+Heads and scales can be added later and train alone; with other --learning_rates
+or --seeds every model trains again, at all of the rates.
 """
 
 import dataclasses
@@ -35,19 +38,19 @@ from experiments.harness import (
   command_line,
   cores,
   folders,
+  kept,
   points,
   printing,
   settings,
 )
-from experiments.harness.copying import ROW, Model, measure
+from experiments.harness.copying import ROW, Model, is_finished, measure
 from experiments.reports import copying as reports
-from experiments.reports import head_counts
+from experiments.reports import copying_words, head_counts
 from mha_jax.analysis import copying
 from mha_jax.attention import checks
 from mha_jax.tasks import CopyTask
 from mha_jax.training import record
 from mha_jax.training.record import Row
-from mha_jax.training.signals import stop_on_signal
 
 HEADS = flags.DEFINE_list(
   'heads', ['1', '4', '16'], 'head counts, divisors of d_model'
@@ -59,7 +62,8 @@ SCALES = flags.DEFINE_list(
 )
 
 FREE = ('heads', 'scales', 'learning_rates')
-"""Flags that may differ from call to call in a folder: models are kept."""
+"""Flags that may differ from call to call in a folder. Models are kept; those
+of other rates, even of one more, are others and train from the start."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +144,7 @@ def main(chosen: Settings) -> int:
   if stopped_by is not None:
     return command_line.exit_code(stopped_by)
   report(rows, chosen)
-  return 0
+  return 0 if all(map(is_finished, rows)) else 1
 
 
 def train_models(
@@ -149,30 +153,37 @@ def train_models(
   """Gives the rows of all models, from results.jsonl or by training.
 
   Returns:
-    The rows in order, and the signal that stopped it early.
+    The rows in order, and the signal that stopped it early, in which case they
+    are those there are so far.
   """
-  path = chosen.workdir / 'results.jsonl'
-  with folders.kept(chosen.workdir, chosen.asked), stop_on_signal() as request:
-    done = {str(row['key']): row for row in record.read_jsonl(path, *ROW)}
-    for model in chosen.models:
-      if model.key in done:
-        continue
-      row = measure(model, request)
-      if row is None:
-        assert request.signal is not None  # nothing else stops it
-        print(
-          f'{request.signal.name}: stopped; what is finished is kept in '
-          f'{path}, and the same command goes on'
-        )
-        return [], request.signal
-      done[model.key] = row
-      record.write_text(path, ''.join(map(record.line_of, done.values())))
-  return [done[model.key] for model in chosen.models], None
+
+  def missing(done: Mapping[str, Row]) -> list[Model]:
+    return [x for x in chosen.models if not is_finished(done.get(x.key))]
+
+  done, stopped_by = kept.train_missing(
+    chosen.workdir, chosen.asked, ROW, missing, measure
+  )
+  return [done[x.key] for x in chosen.models if x.key in done], stopped_by
 
 
 def report(rows: Sequence[Row], chosen: Settings) -> None:
   """Writes CSVs and the figure; prints the table and what follows from it."""
-  summaries = [reports.summarise(row) for row in rows]
+  summaries = [reports.summarise(row) for row in rows if is_finished(row)]
+  if summaries:
+    _report_finished(summaries, chosen)
+  printing.show(
+    *(
+      f'{reports.name_of(row)} failed: {row["error"]}'
+      for row in rows
+      if not is_finished(row)
+    )
+  )
+
+
+def _report_finished(
+  summaries: Sequence[reports.Summary], chosen: Settings
+) -> None:
+  """The same of the models that did not fail."""
   workdir = chosen.workdir
   lines = [x.line | head_counts.fields(x.row['config']) for x in summaries]
   record.write_csv(workdir / 'results.csv', lines)
@@ -183,8 +194,8 @@ def report(rows: Sequence[Row], chosen: Settings) -> None:
   figures.copy_heads(summaries, chosen.title, figure)
   printing.show(
     reports.table(summaries),
-    *reports.verdicts(summaries),
-    *reports.advice(summaries),
+    *copying_words.verdicts(summaries),
+    *copying_words.advice(summaries),
     f'recorded in {workdir}, figure {figure}',
   )
 

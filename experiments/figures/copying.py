@@ -27,7 +27,7 @@ def copy_heads(
     title: the setting.
     path: the PNG to write.
   """
-  usual = copying.plain(summaries)
+  usual = copying.usual(summaries)
   with mpl.rc_context(STYLE):
     figure = Figure(figsize=(10, 8.4), layout='constrained')
     (attention, rank), (margin, speed) = figure.subplots(2, 2)
@@ -95,10 +95,15 @@ def _over_steps(
   usual: Sequence[Summary],
   values_of: Callable[[Summary], np.ndarray],
 ) -> None:
-  """Median and range over seeds at every snapshot, by head count."""
+  """Median and range at every snapshot, over the seeds that did not diverge."""
   for i, summary in enumerate(usual):
-    values, steps = values_of(summary), summary.row['snapshots']
-    label = f'{summary.line["n_heads"]} x {summary.line["head_dim"]}'
+    line, steps = summary.line, summary.row['snapshots']
+    values = values_of(summary)[:, ~copying.diverged(summary.row)]
+    label = f'{line["n_heads"]} x {line["head_dim"]}'
+    if line['diverged']:
+      label += f', {line["diverged"]} of {line["seeds"]} diverged'
+    if not values.size:
+      values = np.full((len(steps), 1), np.nan)  # named, and not drawn
     color = f'C{i}'
     axes.plot(
       steps, np.median(values, axis=1), marker='o', ms=4, c=color, label=label

@@ -226,20 +226,24 @@ def _loss_curves(
 ) -> None:
   """Training losses, each head count at the rate of its least final loss."""
   colors = mpl.colormaps['viridis'](np.linspace(0, 0.9, len(summaries)))
-  least = np.inf
-  for summary, color in zip(summaries, colors, strict=True):
-    losses = np.asarray(summary.final.row['loss'], float)
-    least = min(least, np.nanmin(losses))
+  every = [np.asarray(x.final.row['loss'], float) for x in summaries]
+  # What is not finite lies above all that is, off the axis.
+  every = [np.nan_to_num(x, nan=np.inf, posinf=np.inf) for x in every]
+  known = np.concatenate([x[np.isfinite(x)] for x in every])
+  least = known.min(initial=np.inf)
+  top = known.max(initial=least)
+  for summary, losses, color in zip(summaries, every, colors, strict=True):
     steps = np.arange(1, losses.shape[1] + 1)
-    axes.fill_between(
-      steps, losses.min(0), losses.max(0), color=color, alpha=0.25, lw=0
-    )
+    low, high = (np.minimum(x, top) for x in (losses.min(0), losses.max(0)))
+    axes.fill_between(steps, low, high, color=color, alpha=0.25, lw=0)
     rate = summary.final.learning_rate
+    gone = int(np.isinf(summary.final.values).sum())
+    of = f', {gone} of {len(losses)} diverged' * bool(gone)
     axes.plot(
       steps,
       np.median(losses, axis=0),
       color=color,
-      label=f'{summary.n_heads} (rate {rate:g})',
+      label=f'{summary.n_heads} (rate {rate:g}{of})',
     )
   if least < threshold:
     axes.axhline(threshold, color='0.4', ls='--', lw=1)

@@ -7,19 +7,18 @@ all through training.
 
 import dataclasses
 import functools
-import hashlib
-import json
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.harness import kept
 from experiments.reports import head_counts, statistics
 from mha_jax.analysis import copying, probing
 from mha_jax.decoder import DecoderConfig
 from mha_jax.tasks import Batch
-from mha_jax.training import environment, grid, record, train
+from mha_jax.training import grid, record, train
 from mha_jax.training.record import Row
 from mha_jax.training.signals import StopRequest
 
@@ -28,13 +27,13 @@ ANALYSIS = 100  # a stream of keys apart from those of training
 SNAPSHOT = ('rank', 'margin', 'margin_std')
 """The numbers of every head that are kept all through training."""
 
-
-ROW = (
-  *('key', 'n_heads', 'head_dim', 'scale', 'score_scale', 'seeds', 'config'),
+ROW = ('key', 'n_heads', 'head_dim', 'scale', 'score_scale', 'seeds', 'config')
+"""The fields of every line of results.jsonl."""
+FINISHED = (
   *('learning_rate', 'rates', 'attention', 'accuracy', 'accuracy_without'),
   *('snapshots', *SNAPSHOT),
 )
-"""The fields of every line of results.jsonl."""
+"""Those that a finished one has besides."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,15 +48,13 @@ class Model:
 
   @property
   def key(self) -> str:
-    """A hash of all that the numbers depend on."""
-    parts = {
-      'experiment': record.as_json(self.experiment),
-      'rates': list(self.rates),
-      'seeds': list(self.seeds),
-      'options': environment.options(),
-    }
-    text = json.dumps(parts, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    """A hash of all that the numbers depend on, all of the rates too.
+
+    The row has the numbers of the best rate alone, so that another list of
+    rates is another model.
+    """
+    rates = list(self.rates)
+    return kept.key_of(self.experiment, self.seeds, rates=rates)
 
   @property
   def batch(self) -> Batch:
@@ -66,13 +63,42 @@ class Model:
     return self.experiment.task.validation.sample(key, EXAMPLES)
 
 
-def measure(model: Model, request: StopRequest) -> Row | None:
+def is_finished(row: Row | None) -> bool:
+  """Tells whether a row has all numbers; one without a status is finished."""
+  return (
+    row is not None
+    and row.get('status', 'finished') == 'finished'
+    and all(name in row for name in FINISHED)
+  )
+
+
+def measure(model: Model, request: StopRequest) -> list[Row]:
+  """Trains a model and looks into it; a failure is a row that says so.
+
+  Returns:
+    A row as in results.jsonl; none at all where a stop was requested before the
+    end.
+  """
+  attention = copying.check_decoder(model.experiment.model)
+  head = {
+    'key': model.key,
+    'n_heads': model.n_heads,
+    'head_dim': attention.qk_head_dim,
+    'scale': model.scale,
+    'score_scale': copying.scale_of(attention),
+    'seeds': list(model.seeds),
+    'config': record.as_json(model.experiment),
+  }
+  return kept.with_status([head], lambda: numbers_of(model, request))
+
+
+def numbers_of(model: Model, request: StopRequest) -> list[Row]:
   """Trains a model and looks into it; numbers lead with the seed.
 
   Returns:
-    A row as in results.jsonl: 'rates' has the losses at every learning rate;
-    all else is of the best one. Snapshots lead with the step, and None stands
-    for what is not finite. None where a stop was requested before the end.
+    The fields of `FINISHED`: 'rates' has the losses at every learning rate; all
+    else is of the best one. Snapshots lead with the step, and None stands for
+    what is not finite. Nothing where a stop was requested before the end.
   """
   config, inputs = model.experiment.model, model.batch.inputs
   steps: list[int] = []
@@ -89,26 +115,20 @@ def measure(model: Model, request: StopRequest) -> Row | None:
     model.experiment, model.rates, model.seeds, request, name, observe
   )
   if outcome is None:
-    return None
+    return []
   rates = _by_rate(model, outcome)
   best = statistics.best_rate(rates, head_counts.final_losses).learning_rate
   i = model.rates.index(best)
   params = jax.tree.map(lambda x: x[i], outcome.params)
-  attention = copying.check_decoder(config)
-  return {
-    'key': model.key,
-    'n_heads': model.n_heads,
-    'head_dim': attention.qk_head_dim,
-    'scale': model.scale,
-    'score_scale': copying.scale_of(attention),
-    'seeds': list(model.seeds),
-    'config': record.as_json(model.experiment),
-    'learning_rate': best,
-    'rates': rates,
-    **head_numbers(model, params),
-    'snapshots': steps,
-    **{x: _plain(np.stack([y[x][i] for y in found])) for x in SNAPSHOT},
-  }
+  return [
+    {
+      'learning_rate': best,
+      'rates': rates,
+      **head_numbers(model, params),
+      'snapshots': steps,
+      **{x: kept.plain(np.stack([y[x][i] for y in found])) for x in SNAPSHOT},
+    }
+  ]
 
 
 def _by_rate(model: Model, outcome: grid.Outcome) -> list[Row]:
@@ -116,8 +136,8 @@ def _by_rate(model: Model, outcome: grid.Outcome) -> list[Row]:
   return [
     {
       'learning_rate': rate,
-      'final_loss': _plain(outcome.final['eval_loss'][i]),
-      'loss': _plain(outcome.history['loss'][i]),
+      'final_loss': kept.plain(outcome.final['eval_loss'][i]),
+      'loss': kept.plain(outcome.history['loss'][i]),
     }
     for i, rate in enumerate(model.rates)
   ]
@@ -176,11 +196,4 @@ def head_numbers(model: Model, params: Any) -> Row:
     found['accuracy'].append(whole)
     found['accuracy_without'].append(without)
   found = jax.device_get(jax.block_until_ready(found))
-  return {name: _plain(np.stack(x)) for name, x in found.items()}
-
-
-def _plain(array: np.ndarray) -> Any:
-  """Nested lists, None for what is not finite."""
-  found = array.astype(object)
-  found[~np.isfinite(array)] = None
-  return found.tolist()
+  return {name: kept.plain(np.stack(x)) for name, x in found.items()}

@@ -10,8 +10,6 @@ point that a signal stopped leaves nothing.
 
 import dataclasses
 import functools
-import hashlib
-import json
 import math
 import pathlib
 import signal
@@ -22,12 +20,12 @@ import jax
 import numpy as np
 from absl import flags
 
-from experiments.harness import folders, settings
+from experiments.harness import kept, settings
 from mha_jax.attention import checks
 from mha_jax.training import environment, record, train
 from mha_jax.training.grid import train_grid
 from mha_jax.training.record import Row
-from mha_jax.training.signals import StopRequest, stop_on_signal
+from mha_jax.training.signals import StopRequest
 
 SEEDS = flags.DEFINE_integer(
   'seeds',
@@ -47,6 +45,8 @@ EQUAL_PARAMS = flags.DEFINE_bool(
 
 ROW = ('key', 'seeds', 'status')
 """The fields of every line of results.jsonl."""
+DIGITS = 6
+"""Significant digits of the numbers in it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,13 +69,7 @@ class Point:
   @property
   def key(self) -> str:
     """A hash of all that the numbers depend on by definition."""
-    parts = {
-      'experiment': _without_path(record.as_json(self.experiment)),
-      'seeds': list(self.seeds),
-      'options': environment.options(),
-    }
-    text = json.dumps(parts, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return kept.key_of(self.experiment, self.seeds)
 
 
 def learning_rates() -> tuple[float, ...]:
@@ -150,24 +144,15 @@ def train_points(
     its key, seeds, config and status; 'finished' ones what `train_group`
     returns, 'failed' ones the error.
   """
-  path = workdir / 'results.jsonl'
   settings.announce(point.experiment for point in points)
-  with folders.kept(workdir, asked), stop_on_signal() as request:
-    done = {str(row['key']): row for row in record.read_jsonl(path, *ROW)}
-    missing = {x.key: x for x in points if not _is_finished(done.get(x.key), x)}
-    for group in _groups(missing.values()):
-      rows = measure(group, request)
-      if rows:
-        done |= {str(row['key']): row for row in rows}
-        record.write_text(path, ''.join(map(record.line_of, done.values())))
-      if request.signal is not None:
-        print(
-          f'{request.signal.name}: stopped; finished points are kept in '
-          f'{path}, and the same command goes on'
-        )
-        break
+
+  def missing(done: Mapping[str, Row]) -> list[list[Point]]:
+    lacking = {x.key: x for x in points if not _is_finished(done.get(x.key), x)}
+    return _groups(lacking.values())
+
+  done, stopped_by = kept.train_missing(workdir, asked, ROW, missing, measure)
   rows = [done[x.key] | x.labels for x in points if x.key in done]
-  return rows, request.signal
+  return rows, stopped_by
 
 
 def _groups(points: Iterable[Point]) -> list[list[Point]]:
@@ -194,20 +179,12 @@ def _is_finished(row: Row | None, point: Point) -> bool:
   config = record.as_json(point.experiment)
   return (
     row['seeds'] == [*point.seeds]
-    and _without_path(row.get('config')) == _without_path(config)
+    and kept.without_path(row.get('config')) == kept.without_path(config)
     and type(params) is int
     and params >= 1
     and (speed is None or (type(speed) is float and 0 < speed < math.inf))
     and all(_has_shape(row.get(x), shape) for x, shape in shapes.items())
   )
-
-
-def _without_path(config: Any) -> Any:
-  """A config whose text is told by its digest alone, wherever it lies."""
-  task = config.get('task') if isinstance(config, dict) else None
-  if not isinstance(task, dict) or 'digest' not in task:
-    return config
-  return config | {'task': task | {'path': None}}
 
 
 def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:
@@ -236,14 +213,7 @@ def measure(group: Sequence[Point], request: StopRequest) -> list[Row]:
     }
     for point in group
   ]
-  try:
-    numbers = train_group(group, request)
-  except Exception as error:  # whatever it is, the other points go on
-    first = str(error).strip().splitlines()[:1]
-    text = f'{type(error).__name__}: {"".join(first)}'
-    return [head | {'status': 'failed', 'error': text} for head in heads]
-  status = {'status': 'finished'}
-  return [x | status | y for x, y in zip(heads, numbers, strict=False)]
+  return kept.with_status(heads, lambda: train_group(group, request))
 
 
 def train_group(group: Sequence[Point], request: StopRequest) -> list[Row]:
@@ -268,21 +238,13 @@ def train_group(group: Sequence[Point], request: StopRequest) -> list[Row]:
     {
       'params': num_params(first.experiment),
       'steps_per_s': found.steps_per_second,
-      'final_loss': _plain(found.final['eval_loss'][i]),
-      'final_accuracy': _plain(found.final['eval_accuracy'][i]),
-      'loss': _plain(found.history['loss'][i]),
-      'accuracy': _plain(found.history['accuracy'][i]),
+      'final_loss': kept.plain(found.final['eval_loss'][i], DIGITS),
+      'final_accuracy': kept.plain(found.final['eval_accuracy'][i], DIGITS),
+      'loss': kept.plain(found.history['loss'][i], DIGITS),
+      'accuracy': kept.plain(found.history['accuracy'][i], DIGITS),
     }
     for i in range(len(group))
   ]
-
-
-def _plain(array: Any) -> Any:
-  """Nested lists with 6 significant digits, None for what is not finite."""
-  found = np.vectorize(
-    lambda x: float(f'{x:.6g}') if math.isfinite(x) else None, otypes=[object]
-  )
-  return found(np.asarray(array)).tolist()
 
 
 def num_params(experiment: train.Experiment) -> int:

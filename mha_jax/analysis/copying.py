@@ -206,16 +206,23 @@ def effective_rank(scores: jax.Array) -> jax.Array:
     scores: (..., L, L).
 
   Returns:
-    (...) from 1 to L - 1; 0 where all scores of each row are equal.
+    (...) from 1 to L - 1; 0 where all scores of each row are equal, up to
+    rounding; nan where a score is not finite.
 
   Source: Roy & Vetterli 2007, The effective rank.
   """
+  n = scores.shape[-1]
   centred = scores - jnp.mean(scores, axis=-1, keepdims=True)
   s = jnp.linalg.svd(centred, compute_uv=False)
   total = jnp.sum(s, axis=-1, keepdims=True)
-  p = s / jnp.where(total == 0, 1, total)
-  entropy = -jnp.sum(jnp.where(p > 0, p * jnp.log(p), 0), axis=-1)
-  return jnp.where(total[..., 0] == 0, 0, jnp.exp(entropy))
+  # A mean of n scores is off by n eps of the greatest at most; rows that are
+  # off by that much have a sum s of n times as much.
+  rounding = n**2 * jnp.finfo(s.dtype).eps
+  greatest = jnp.max(jnp.abs(scores), axis=(-2, -1))[..., None]
+  flat = total <= rounding * greatest
+  p = s / jnp.where(flat, 1, total)
+  entropy = -jnp.sum(jnp.where(p <= 0, 0, p * jnp.log(p)), axis=-1)
+  return jnp.where(flat[..., 0], 0, jnp.exp(entropy))
 
 
 def margins(scores: jax.Array) -> jax.Array:

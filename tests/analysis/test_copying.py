@@ -133,12 +133,24 @@ class ScoresTest(parameterized.TestCase):
     more = jnp.asarray(scores + normal(7, H, 5, 1))
     assert_close(copying.effective_rank(more), found, 1e-4)
 
-  @parameterized.parameters(2, 3, 7)
+  @parameterized.parameters(2, 3, 7, 13, 64)
   def test_known_ranks(self, n):
     """The identity has all that a softmax sees; equal scores have none."""
     found = copying.effective_rank(jnp.eye(n))
     assert_close(found, n - 1.0, 1e-4)
-    self.assertEqual(copying.effective_rank(jnp.ones((n, n))), 0)
+    small = copying.effective_rank(1e-20 * jnp.eye(n))
+    assert_close(small, n - 1.0, 1e-4)
+    for score in (0, 1, 0.1, -1e20 / 3):
+      scores = jnp.full((2, n, n), score)
+      np.testing.assert_array_equal(copying.effective_rank(scores), [0, 0])
+    rows = jnp.asarray(normal(11, n, 1)) * jnp.ones((n, n))
+    self.assertEqual(copying.effective_rank(rows), 0)
+
+  def test_rank_without_numbers(self):
+    """Scores of a training that diverged have none."""
+    scores = jnp.stack([jnp.eye(5), jnp.eye(5).at[1, 2].set(jnp.nan)])
+    found = copying.effective_rank(scores)
+    np.testing.assert_array_equal(np.isnan(found), [False, True])
 
   def test_margins(self):
     scores = normal(8, H, 5, 5)

@@ -3,6 +3,7 @@
 import csv
 import json
 import pathlib
+import shutil
 import signal
 from unittest import mock
 
@@ -16,7 +17,6 @@ from configs import copy_task
 from experiments import copy_heads
 from experiments.harness import copying as harness
 from experiments.harness.settings import experiment_from
-from experiments.reports import copying as reports
 from mha_jax.analysis import copying
 from mha_jax.training import grid
 
@@ -65,7 +65,7 @@ def first(tmp_path_factory):
     calls.append((model.n_heads, model.scale))
     if len(calls) == 3:
       request.signal = signal.SIGINT
-      return None
+      return []
     return measure(model, request)
 
   with mock.patch.object(copy_heads, 'measure', stop_at_third):
@@ -101,7 +101,8 @@ class RunTest(parameterized.TestCase):
   def test_output(self):
     self.assertEqual(self.result.files, FILES)
     for words in (
-      'At scale sqrt the copy is carried by',
+      'At scale sqrt the accuracy is',
+      'whose removal alone costs 0.01',
       'effective rank of',
       'log odds of',
       'heads of 8 features against 1 of 16:',
@@ -165,6 +166,61 @@ class RunTest(parameterized.TestCase):
     np.testing.assert_allclose(row['accuracy'][1], whole, atol=2e-3)
     np.testing.assert_allclose(row['accuracy_without'][1], without, atol=2e-3)
 
+  def test_without_status(self):
+    """Rows of before there was a status are finished."""
+    folder = self.workdir.with_name('without_status')
+    shutil.copytree(self.workdir, folder)
+    rows = [{k: v for k, v in x.items() if k != 'status'} for x in self.kept]
+    rows += read(self.workdir)[2:]
+    text = ''.join(json.dumps(x) + '\n' for x in rows)
+    (folder / 'results.jsonl').write_text(text)
+    with mock.patch.object(copy_heads, 'measure', side_effect=AssertionError):
+      result = call(folder)
+    self.assertEqual(result.code, 0, result)
+    for name in ('results.csv', 'heads.csv'):
+      self.assertEqual(table(folder / name), table(self.workdir / name))
+
+  def test_failed(self):
+    """It is recorded and said, the others go on, and it is tried again."""
+    folder = self.workdir.with_name('failed')
+    rows = {(x['n_heads'], x['scale']): x for x in read(self.workdir)}
+
+    def numbers_of(model, request):
+      del request
+      if (model.n_heads, model.scale) == (1, 'sqrt'):
+        raise MemoryError('no room\nfor it')
+      row = rows[model.n_heads, model.scale]
+      return [{name: row[name] for name in harness.FINISHED}]
+
+    with mock.patch.object(harness, 'numbers_of', numbers_of):
+      result = call(folder)
+    self.assertEqual(result.code, 1, result)
+    message = 'n_heads=1 at scale sqrt failed: MemoryError: no room\n'
+    self.assertIn(message, result.out)
+    self.assertIn('Steps at the fastest other scale', result.out)
+    self.assertLen(table(folder / 'results.csv'), 3)
+    self.assertEqual(
+      [x['status'] for x in read(folder)],
+      ['finished', 'failed', 'finished', 'finished'],
+    )
+    row = {name: rows[1, 'sqrt'][name] for name in harness.FINISHED}
+    again = mock.Mock(return_value=[row])
+    with mock.patch.object(harness, 'numbers_of', again):
+      result = call(folder)
+    self.assertEqual(result.code, 0, result)
+    again.assert_called_once()
+    self.assertEqual(read(folder), list(rows.values()))
+
+  def test_all_failed(self):
+    """Nothing but the errors is said."""
+    folder = self.workdir.with_name('all_failed')
+    never = mock.patch.object(harness, 'numbers_of', side_effect=MemoryError)
+    with never:
+      result = call(folder)
+    self.assertEqual(result.code, 1, result)
+    self.assertEqual(result.out.count(' failed: MemoryError: '), 4)
+    self.assertNotIn('results.csv', [x.name for x in folder.iterdir()])
+
 
 class FlagsTest(parameterized.TestCase):
   @parameterized.parameters(
@@ -184,67 +240,3 @@ class FlagsTest(parameterized.TestCase):
     self.assertEqual(result.code, 2, result)
     self.assertIn(message, result.err)
     self.assertEqual(result.err.count('\n'), 1)
-
-
-def row(n_heads: int, scale: str, ends, attention=0.9, cost=0.5) -> dict:
-  """A row whose seeds reach the threshold at the steps `ends`."""
-  shape = (len(ends), n_heads)
-  losses = [[1.0] * (end - 1) + [0.01] * (51 - end) for end in ends]
-  rate = {'learning_rate': 0.01, 'final_loss': [0.01] * len(ends)}
-  head_dim = 64 // n_heads
-  return {
-    'n_heads': n_heads,
-    'head_dim': head_dim,
-    'scale': scale,
-    'score_scale': head_dim**-0.5 if scale == 'sqrt' else float(scale),
-    'seeds': list(range(len(ends))),
-    'learning_rate': 0.01,
-    'rates': [rate | {'loss': losses}],
-    'attention': np.full(shape, attention).tolist(),
-    'accuracy': [1.0] * len(ends),
-    'accuracy_without': np.full(shape, 1 - cost).tolist(),
-    'snapshots': [0, 50],
-    'rank': np.full((2, *shape), 2.0).tolist(),
-    'margin': np.full((2, *shape), 3.0).tolist(),
-    'margin_std': np.full((2, *shape), 1.0).tolist(),
-  }
-
-
-class ReportTest(parameterized.TestCase):
-  @parameterized.parameters(
-    (0.51, 0.01, 'carries'),
-    (0.5, 0.01, 'other'),
-    (0.51, 0.009, 'spare'),
-    (0.09, 0.009, 'idle'),
-    (0.09, 0.01, 'other'),
-    (0.1, 0.0, 'other'),
-  )
-  def test_role(self, attention, cost, name):
-    self.assertEqual(reports.role(attention, cost), name)
-
-  def test_verdicts(self):
-    """Sentences that numbers made by hand settle."""
-    rows = [
-      row(1, 'sqrt', (10, 11, 12)),
-      row(1, '1', (40, 41, 42)),
-      row(16, 'sqrt', (30, 31, 32), attention=0.05, cost=0.0),
-      row(16, '1', (20, 21, 22)),
-      row(16, '2', (51, 51, 51)),
-    ]
-    carried, rank, odds, speed, scales = reports.verdicts(
-      [reports.summarise(x) for x in rows]
-    )
-    self.assertIn('carried by 1 of 1, 0 of 16 heads', carried)
-    self.assertIn('idle 0 of 1, 16 of 16', carried)
-    self.assertIn('2.0 with 64 features a head, 2.0 with 4', rank)
-    self.assertIn('+3.0 with 64 features', odds)
-    self.assertIn('16 heads of 4 features against 1 of 64: +20', speed)
-    self.assertEndsWith(speed, 'slower.')
-    self.assertIn('64 features, 1 against 0.125: +30', scales)
-    self.assertIn('4 features, 1 against 0.5: -10', scales)
-    self.assertIn('faster', scales)
-
-  def test_never(self):
-    rows = [row(1, 'sqrt', (51, 51)), row(4, 'sqrt', (51, 51))]
-    *_, speed = reports.verdicts([reports.summarise(x) for x in rows])
-    self.assertEndsWith(speed, 'neither gets there.')

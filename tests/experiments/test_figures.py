@@ -2,6 +2,7 @@
 
 import pathlib
 import struct
+import sys
 import tempfile
 from unittest import mock
 
@@ -97,6 +98,24 @@ class SweepHeadsTest(parameterized.TestCase):
       np.testing.assert_allclose(line.get_ydata(), np.median(x['loss'], axis=0))
       (path,) = band.get_paths()
       self.assertAlmostEqual(path.vertices[:, 1].min(), np.min(x['loss']))
+
+  def test_diverged(self):
+    """The median of the others' losses and infinity, counted in the legend."""
+    rows = [row(1, (0.01, 0.02, 0.04)), row(2, (0.01, 0.02, 0.04))]
+    rows[1]['loss'][1][9:] = [None] * (STEPS - 9)
+    rows[1]['final_loss'][1] = None
+    with mock.patch.object(sys.modules[__name__], 'row', side_effect=rows):
+      _, _, curves, _ = self.draw(FAST, FAST)
+    legend = [text.get_text() for text in curves.get_legend().get_texts()]
+    wanted = ['1 (rate 0.01)', '2 (rate 0.01, 1 of 3 diverged)']
+    self.assertEqual(legend, wanted)
+    one, two = [x for x in curves.get_lines() if len(x.get_xdata()) == STEPS]
+    np.testing.assert_allclose(two.get_ydata()[:9], one.get_ydata()[:9])
+    np.testing.assert_allclose(two.get_ydata()[9:], rows[1]['loss'][2][9:])
+    (path,) = curves.collections[1].get_paths()
+    self.assertLen(path.vertices, 2 * STEPS + 3)  # at every step
+    self.assertAlmostEqual(path.vertices[:, 1].max(), 3)
+    self.assertLess(curves.get_ylim()[1], 10)
 
   def test_steps_to_threshold(self):
     """Medians where they are known, a triangle where a seed never got there."""
