@@ -78,9 +78,11 @@ class TypesTest(parameterized.TestCase):
 
   def test_mistakes(self):
     """Each wrong call is found."""
-    for call in WRONG:
+    lines = checked(HEAD + ''.join(f'{call}\n' for call in WRONG))
+    first = HEAD.count('\n') + 1
+    for place, call in enumerate(WRONG, first):
       with self.subTest(call):
-        self.assertIn('error', checked(f'{HEAD}{call}\n')[0])
+        self.assertRegex('\n'.join(lines), rf'(?m)^\S+:{place}: error')
 
   @parameterized.parameters(
     ('docs/modules.md', {ARRAY, 'tuple[Array, Array]'}),

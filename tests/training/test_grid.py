@@ -39,6 +39,9 @@ class GridTest(parameterized.TestCase):
     together = train_grid(RATES)
     self.assertEqual(together.history['loss'].shape, (3, 2, 3))
     self.assertEqual(together.final['eval_loss'].shape, (3, 2))
+    key = jax.random.key(5)
+    start = jax.jit(train.init, static_argnums=0)(EXPERIMENT, key)
+    advance = jax.jit(train.advance, static_argnums=(0, 1))
     for i, rate in enumerate(RATES):
       alone = train_grid((rate,))
       for name, curves in together.history.items():
@@ -47,9 +50,7 @@ class GridTest(parameterized.TestCase):
         np.testing.assert_allclose(alone.final[name][0], values[i], 2e-6)
       optimizer = dataclasses.replace(EXPERIMENT.optimizer, learning_rate=rate)
       experiment = dataclasses.replace(EXPERIMENT, optimizer=optimizer)
-      key = jax.random.key(5)
-      advance = jax.jit(train.advance, static_argnums=(0, 1))
-      _, metrics = advance(experiment, 3, key, train.init(experiment, key))
+      _, metrics = advance(experiment, 3, key, start)
       for name, curves in together.history.items():
         np.testing.assert_allclose(metrics[name], curves[i, 1], 2e-6)
 
@@ -71,7 +72,7 @@ class GridTest(parameterized.TestCase):
 
   def test_one_that_diverges(self):
     """It is told by its losses, and leaves the others as they are."""
-    together = train_grid((math.inf, 0.01))
+    together = train_grid((math.inf, *RATES[1:]))
     alone = train_grid((0.01,))
     self.assertFalse(np.any(np.isfinite(together.final['eval_loss'][0])))
     np.testing.assert_allclose(
