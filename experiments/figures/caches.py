@@ -56,7 +56,8 @@ def mla_rank(
   """
   rotary = list(dict.fromkeys(line['rotary'] for line in lines))
   with mpl.rc_context(STYLE):
-    figure = Figure(figsize=(5.2 * len(rotary), 4.8), layout='constrained')
+    width = max(7.5, 5.2 * len(rotary))
+    figure = Figure(figsize=(width, 4.8), layout='constrained')
     panels = figure.subplots(1, len(rotary), squeeze=False, sharey=True)[0]
     for axes, p in zip(panels, rotary, strict=True):
       own = [line for line in lines if line['rotary'] == p]
@@ -94,8 +95,8 @@ def mla_rank(
     panels[0].set_ylabel("validation loss minus MHA's (bits per token)")
     seeds = lines[0]['seeds']
     figure.suptitle(
-      f'{title}, {seeds} seed{"s" * (seeds > 1)}, each at its best learning '
-      f'rate: mean and {CONFIDENCE:.0%} interval',
+      f'{title}\n{seeds} seed{"s" * (seeds > 1)}, each model at its best '
+      f'learning rate: mean and {CONFIDENCE:.0%} interval',
       fontsize=11,
     )
     save(figure, path)
