@@ -3,7 +3,7 @@
   python -m experiments.train --config=configs/copy_task.py
   python -m experiments.sweep_heads
 
-Time on 2 shared CPU cores: 10 s for one model, 3 to 5 minutes for the sweep.
+Time on 2 shared CPU cores: 10 s for one model, 3 minutes for the sweep.
 Expected: loss below 0.05 within 100 steps, accuracy 1.0 at step 150.
 
 The argument after a colon picks variants, joined by commas:

@@ -105,7 +105,10 @@ def numbers_of(model: Model, request: StopRequest) -> list[Row]:
   found: list[dict[str, np.ndarray]] = []
 
   def observe(step: int, state: train.TrainState) -> None:
-    numbers = position_numbers(config, inputs, state.params)
+    # On one device: sums over models that lie on several can wait forever for
+    # each other where threads are few.
+    params = jax.device_put(state.params, jax.local_devices()[0])
+    numbers = position_numbers(config, inputs, params)
     steps.append(step)
     found.append(jax.device_get(jax.block_until_ready(numbers)))
 
